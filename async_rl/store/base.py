@@ -1,0 +1,113 @@
+"""The object store as everything else sees it: a few operations with exact meanings.
+
+Weights, manifests, checkpoints and claims are immutable objects in one flat namespace. One contract suite
+(tests/contract/test_store.py) holds every implementation to what stands here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Annotated, Protocol
+
+from msgspec import Meta, Struct
+
+__all__ = ["Capabilities", "ObjectInfo", "ObjectStore", "StoreConfig", "Upload"]
+
+Positive = Annotated[float, Meta(gt=0)]
+
+
+class StoreConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """`[store]`: how to reach the store. Credentials come from the environment or an AWS profile, never from here."""
+
+    endpoint_url: str = ""
+    """Of an S3-compatible server; empty: AWS_ENDPOINT_URL, else AWS itself."""
+    region: str = ""
+    """Empty: AWS_REGION / AWS_DEFAULT_REGION, else us-east-1 (which MinIO and SeaweedFS accept)."""
+    profile: str = ""
+    addressing: str = "auto"
+    """path, virtual or auto (path where an endpoint_url is given: MinIO and SeaweedFS need it)."""
+    ca_bundle: str = ""
+    """A PEM file for a private certificate authority."""
+    connect_timeout_s: Positive = 5.0
+    read_timeout_s: Positive = 30.0
+    retry_limit_s: Positive = 60.0
+    """An operation that keeps failing with a passing error (5xx, throttling, a broken connection) is repeated
+    with jittered backoff for this long, then StoreUnavailable is raised."""
+    part_bytes: Annotated[int, Meta(ge=5 << 20)] = 16 << 20
+    """Multipart part size; S3 allows 10,000 parts of at least 5 MiB, so 16 MiB reaches 156 GiB per object."""
+    parallel: Annotated[int, Meta(ge=1, le=256)] = 8
+    """Connections used for one large object."""
+
+
+class ObjectInfo(Struct, frozen=True):
+    key: str
+    size: int  # bytes
+    modified: float  # seconds since the epoch, by the store's clock
+
+
+class Capabilities(Struct, frozen=True):
+    conditional_put: bool
+    """Whether put_if_absent is enforced by the store. Where it is not, two writers can both succeed."""
+
+
+class Upload(Protocol):
+    """A streaming upload: nothing is visible until `commit`; leaving the context without it aborts."""
+
+    def write(self, data: bytes | bytearray | memoryview) -> None: ...
+
+    def commit(self) -> None: ...
+
+    def __enter__(self) -> Upload: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class ObjectStore(Protocol):
+    """Keys are relative to the run's prefix, `/`-separated. All methods are blocking and thread-safe.
+
+    Every method may raise BucketMissing, AccessDenied or StoreUnavailable.
+    """
+
+    @property
+    def url(self) -> str:
+        """`s3://bucket/prefix` or `file:///path`, as a user would type it."""
+        ...
+
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        """Write or replace an object; readers see the old bytes or the new, never a mixture."""
+        ...
+
+    def put_if_absent(self, key: str, data: bytes | memoryview) -> None:
+        """Create an object. Raises AlreadyExists where there is one (also after a retry of our own put whose
+        answer was lost: the caller compares contents)."""
+        ...
+
+    def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+        """The bytes from `start`, `length` of them or all that follow. Raises NotFound. A short answer is an error."""
+        ...
+
+    def head(self, key: str) -> ObjectInfo:
+        """Raises NotFound."""
+        ...
+
+    def list_after(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
+        """Objects whose keys start with `prefix` and are greater than `after`, in ascending byte order."""
+        ...
+
+    def delete(self, key: str) -> None:
+        """Deleting what is not there succeeds."""
+        ...
+
+    def upload(self, key: str) -> Upload:
+        """A streaming (multipart) write of an object of any size with bounded memory."""
+        ...
+
+    def probe(self) -> Capabilities:
+        """Find out what the store enforces, with a small object of its own that is deleted again. Also the way to
+        learn early that the bucket is missing or the credentials are wrong."""
+        ...
+
+    def close(self) -> None: ...

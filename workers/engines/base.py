@@ -1,0 +1,65 @@
+"""What a rollout engine is, to the rollout worker. Two implementations: vLLM, and a small reference on transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from msgspec import Struct
+
+__all__ = ["Completion", "Engine", "EngineLoad", "Update"]
+
+
+class Completion(Struct, frozen=True):
+    """One sample: T generated tokens, the end token included if it was reached."""
+
+    tokens: np.ndarray  # int32 [T]
+    logprobs: np.ndarray  # float32 [T], of the distribution that sampled (at its temperature)
+    spans: tuple[tuple[int, int], ...]  # (policy version, tokens), in order; tokens sum to T
+    finish: str  # stop | length
+
+
+class EngineLoad(Struct, frozen=True):
+    running: int  # sequences being generated
+    queued: int  # sequences waiting
+    tokens: int  # generated since the start, for tokens/s
+
+
+class Update(Struct, frozen=True):
+    version: int
+    pause_s: float  # generation stood still for this long
+
+
+class Engine(Protocol):
+    """Single event loop; `generate` is called concurrently, `update` by one task.
+
+    Versions: `version` is what a request that starts now is sampled with. An update in the middle of a request
+    adds a span; how many tokens the old weights produced is read inside the engine at the swap, not guessed from
+    arrival times. A request never starts under a new version from cache computed under an old one.
+    """
+
+    @property
+    def version(self) -> int: ...
+
+    async def start(self, model_dir: Path, version: int) -> None:
+        """Load a Hugging Face folder that holds `version` and get ready. Raises EngineError."""
+        ...
+
+    async def generate(
+        self, prompt_ids: list[int], *, seed: int, temperature: float, max_tokens: int, request_id: str
+    ) -> Completion:
+        """Raises EngineError; on cancellation the request is aborted inside the engine."""
+        ...
+
+    def progress(self, request_id: str) -> int:
+        """Tokens generated so far for a running request; 0 if unknown."""
+        ...
+
+    async def update(self, version: int, shards: list[Path]) -> Update:
+        """Swap the weights for the verified safetensors files in `shards`, in flight: running requests go on."""
+        ...
+
+    def load(self) -> EngineLoad: ...
+
+    async def close(self) -> None: ...
