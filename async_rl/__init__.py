@@ -1,0 +1,3 @@
+"""async-rl: asynchronous, decentralised reinforcement learning of language models."""
+
+__version__ = "0.1.0"

@@ -27,6 +27,8 @@ __all__ = ["Child", "Fleet", "Stopped", "stop_signals"]
 log = get_logger(__name__)
 
 _PR_SET_PDEATHSIG = 1
+KILL_LIMIT_S = 5.0
+"""A killed process is gone as soon as the kernel gets to it; longer means a device that does not let go."""
 _STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -88,6 +90,15 @@ class Child:
             return False
         except PermissionError:
             return True
+        return True
+
+
+    def wait_group(self, deadline: float) -> bool:
+        """Whether the child and its whole group have ended by `deadline` (of time.monotonic)."""
+        while self.running() or self.group_alive():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.02)
         return True
 
 
@@ -171,11 +182,10 @@ class Fleet:
             child.signal_group(signal.SIGTERM)
         deadline = time.monotonic() + self.grace_s
         for child in reversed(self.children):
-            while (child.running() or child.group_alive()) and time.monotonic() < deadline:
-                time.sleep(0.05)
-            if child.running() or child.group_alive():
+            if not child.wait_group(deadline):
                 log.warning("process did not stop in time, killing it", name=child.name, pid=child.pid)
                 child.signal_group(signal.SIGKILL)
+                child.wait_group(time.monotonic() + KILL_LIMIT_S)
             child.process.wait()
         self.children.clear()
 

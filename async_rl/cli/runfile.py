@@ -1,0 +1,109 @@
+"""A run file: the sections of every component put together, read and checked as a whole.
+
+The only place that knows all sections. Each is declared beside the component that reads it; here stands what
+they must have in common.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+from async_rl.algo.losses import LossConfig
+from async_rl.config import load_toml, parse_overrides, read_sections
+from async_rl.envs.base import EnvironmentConfig
+from async_rl.errors import ConfigError
+from async_rl.store.base import StoreConfig
+from async_rl.weights.config import WeightsConfig
+from orchestrator.config import EvalConfig, OrchestratorConfig, SamplingConfig
+from workers.rollout_settings import RolloutConfig
+from workers.settings import ModelConfig, TrainerConfig
+
+__all__ = ["RunConfig", "RunFile", "read_run_file", "read_worker_options"]
+
+
+class RunConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """`[run]`: what the run is."""
+
+    store: str = ""
+    """The run's store URL, `s3://bucket/prefix` or `file:///path`: its one name everywhere."""
+    seed: Annotated[int, Meta(ge=0, lt=1 << 31)] = 0
+    """Of everything drawn by chance: sampling, shuffling, initial states."""
+
+
+class RunFile(Struct, frozen=True):
+    run: RunConfig
+    model: ModelConfig
+    environment: EnvironmentConfig
+    sampling: SamplingConfig
+    orchestrator: OrchestratorConfig
+    eval: EvalConfig
+    trainer: TrainerConfig
+    loss: LossConfig
+    weights: WeightsConfig
+    store: StoreConfig
+    rollout: RolloutConfig
+
+
+SECTIONS: dict[str, type[Struct]] = {
+    "run": RunConfig,
+    "model": ModelConfig,
+    "environment": EnvironmentConfig,
+    "sampling": SamplingConfig,
+    "orchestrator": OrchestratorConfig,
+    "eval": EvalConfig,
+    "trainer": TrainerConfig,
+    "loss": LossConfig,
+    "weights": WeightsConfig,
+    "store": StoreConfig,
+    "rollout": RolloutConfig,
+}
+
+
+def read_run_file(path: Path, overrides: tuple[str, ...] = ()) -> RunFile:
+    """The run file at `path` with `--set` on top. Raises ConfigError for anything that can't be meant."""
+    sections = read_sections(load_toml(path), parse_overrides(overrides), SECTIONS, str(path))
+    run_file = msgspec.convert(sections, RunFile, from_attributes=True)
+    _check(run_file, str(path))
+    return run_file
+
+
+def read_worker_options(overrides: tuple[str, ...]) -> tuple[RolloutConfig, StoreConfig, WeightsConfig]:
+    """The sections a rollout worker chooses for itself: how it runs, not what the run is."""
+    tables = parse_overrides(overrides)
+    own: dict[str, type[Struct]] = {"rollout": RolloutConfig, "store": StoreConfig, "weights": WeightsConfig}
+    for name in tables:
+        if name in SECTIONS and name not in own:
+            raise ConfigError(
+                f"--set {name}.…: a rollout worker learns [{name}] from its run and can't change it",
+                hint=f"set it in the trainer's run file; a worker chooses {', '.join(own)}",
+            )
+    sections = read_sections({}, tables, own, "--set")
+    rollout, store, weights = sections["rollout"], sections["store"], sections["weights"]
+    assert isinstance(rollout, RolloutConfig) and isinstance(store, StoreConfig) and isinstance(weights, WeightsConfig)
+    return rollout, store, weights
+
+
+def _check(r: RunFile, where: str) -> None:
+    """Combinations that can't work, each refused with what to change."""
+    if not r.run.store:
+        raise ConfigError(f"{where}: run.store is missing", hint='for example store = "s3://bucket/my-run"')
+    if not r.model.path:
+        raise ConfigError(
+            f"{where}: model.path is missing", hint="a Hugging Face folder; `async-rl model tiny --out DIR` makes one"
+        )
+    if r.trainer.publish_every > r.orchestrator.max_lag + 1:
+        raise ConfigError(
+            f"{where}: trainer.publish_every = {r.trainer.publish_every} with orchestrator.max_lag = "
+            f"{r.orchestrator.max_lag} can't go on: between two versions the lag grows to publish_every - 1",
+            hint=f"set max_lag to at least {r.trainer.publish_every - 1}, or publish more often",
+        )
+    if r.sampling.group_size < 2:
+        raise ConfigError(
+            f"{where}: sampling.group_size = {r.sampling.group_size}: the advantage is the reward less the mean of "
+            "its group, and is always 0 in a group of one",
+            hint="use 4 to 16",
+        )

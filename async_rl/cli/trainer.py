@@ -1,0 +1,125 @@
+"""`async-rl trainer`: the trainer's ranks and, unless one is named, an orchestrator, as one family of processes.
+
+    async-rl trainer run.toml                              one rank, own orchestrator
+    async-rl trainer run.toml --nproc-per-node 8           eight ranks on this node
+    torchrun --nnodes 4 … -m async_rl trainer run.toml     every process is one rank; rank 0's node starts the
+                                                           orchestrator unless --orchestrator names one
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import click
+
+from async_rl.cli.options import set_option
+from async_rl.errors import ConfigError, ProcessFailed, WaitTimeout
+from async_rl.procs import Child, Fleet, Stopped, stop_signals
+
+__all__ = ["command"]
+
+ORCHESTRATOR_START_LIMIT_S = 60.0
+STOP_LIMIT_S = 60.0
+"""A stopping trainer ends its step and may write a checkpoint; after this it is killed."""
+
+
+@click.command("trainer")
+@click.argument("run_file", type=click.Path(path_type=Path))
+@click.option("--nproc-per-node", type=click.IntRange(min=1), default=1, show_default=True, help="Ranks on this node.")
+@click.option(
+    "--orchestrator",
+    "orchestrator_address",
+    default="",
+    metavar="tcp://HOST:PORT",
+    help="Use this orchestrator instead of starting one.",
+)
+@click.option("--resume", default="latest", show_default=True, help="latest, never, or the step of a checkpoint.")
+@set_option
+def command(
+    run_file: Path, nproc_per_node: int, orchestrator_address: str, resume: str, overrides: tuple[str, ...]
+) -> None:
+    """Train a run: publish every version to its store, take groups from its orchestrator."""
+    from async_rl.cli.runfile import read_run_file
+
+    if resume not in ("latest", "never") and not resume.isdigit():
+        raise ConfigError(f"--resume {resume!r} is neither latest, never nor a step")
+    config = read_run_file(run_file, overrides)  # refuse bad input here, once, before any process starts
+    if "LOCAL_RANK" in os.environ:
+        if nproc_per_node != 1:
+            raise ConfigError("under torchrun every process is one rank", hint="leave out --nproc-per-node")
+        _under_torchrun(config, run_file, orchestrator_address, resume, overrides)
+        return
+    with stop_signals(), Fleet(grace_s=STOP_LIMIT_S) as fleet, tempfile.TemporaryDirectory() as scratch:
+        address = orchestrator_address or _start_orchestrator(fleet, run_file, overrides, Path(scratch))
+        argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+        argv += ["--nproc-per-node", str(nproc_per_node), "--max-restarts", "0", "-m", "async_rl", "trainer"]
+        argv += [str(run_file), "--orchestrator", address, "--resume", resume]
+        argv += [arg for item in overrides for arg in ("--set", item)]
+        ranks = fleet.start("trainer", argv, env={"OMP_NUM_THREADS": str(_threads(config.trainer.threads, nproc_per_node))})
+        try:
+            code = fleet.wait(ranks)
+        except Stopped:
+            ranks.signal_group(15)
+            raise
+        if code:
+            raise ProcessFailed(f"a trainer rank ended with status {code}", hint="the cause stands in its log above")
+
+
+def _threads(threads: int, ranks: int) -> int:
+    return threads or max(1, (os.cpu_count() or 1) // ranks)
+
+
+def _start_orchestrator(fleet: Fleet, run_file: Path, overrides: tuple[str, ...], scratch: Path) -> str:
+    """Start an orchestrator, wait until it is bound, and give its address."""
+    address_file = scratch / "orchestrator-address"
+    argv = [sys.executable, "-m", "async_rl", "orchestrator", str(run_file), "--address-file", str(address_file)]
+    child = fleet.start("orchestrator", argv + [arg for item in overrides for arg in ("--set", item)])
+    deadline = time.monotonic() + ORCHESTRATOR_START_LIMIT_S
+    while not address_file.exists():
+        _check_alive(child)
+        if time.monotonic() > deadline:
+            raise WaitTimeout(f"the orchestrator was not bound within {ORCHESTRATOR_START_LIMIT_S:.0f} s")
+        time.sleep(0.05)
+    return address_file.read_text().strip()
+
+
+def _check_alive(child: Child) -> None:
+    if not child.running():
+        raise ProcessFailed(
+            f"the {child.name} ended with status {child.process.returncode} before it was ready",
+            hint="the cause stands in its log above",
+        )
+
+
+def _under_torchrun(config: object, run_file: Path, address: str, resume: str, overrides: tuple[str, ...]) -> None:
+    from async_rl.cli.runfile import RunFile
+    from async_rl.log import setup
+
+    assert isinstance(config, RunFile)
+    rank = int(os.environ["RANK"])
+    setup(f"trainer[{rank}]" if int(os.environ["WORLD_SIZE"]) > 1 else "trainer")
+    from workers.trainer import run_rank
+
+    def run(address: str) -> None:
+        run_rank(
+            store_url=config.run.store,
+            store=config.store,
+            model=config.model,
+            trainer=config.trainer,
+            loss=config.loss,
+            weights=config.weights,
+            temperature=config.sampling.temperature,
+            orchestrator_address=address,
+            seed=config.run.seed,
+            resume=resume,
+        )
+
+    if address or rank != 0:
+        run(address)
+        return
+    with Fleet() as fleet, tempfile.TemporaryDirectory() as scratch:  # torchrun without an orchestrator named
+        run(_start_orchestrator(fleet, run_file, overrides, Path(scratch)))
