@@ -1,0 +1,103 @@
+"""Real object stores for tests, each a process of its own on a free port, started once per session.
+
+def test_…(seaweed):   seaweed.endpoint, seaweed.env, seaweed.new_bucket(), seaweed.new_url()
+def test_…(s3_url):    a fresh s3:// prefix on SeaweedFS; the environment is set so that open_store(s3_url) works,
+                       here and in child processes
+def test_…(moto_s3):   the same object as `seaweed`, over moto (which checks no signatures)
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from async_rl.procs import Fleet
+from async_rl.store.local_server import LocalServer, free_ports, loopback_client, make_bucket
+
+LIMIT_S = 60.0
+
+
+class S3Server:
+    """A running server, as tests see it."""
+
+    def __init__(self, endpoint: str, key_id: str, secret: str, bucket: str) -> None:
+        self.endpoint = endpoint
+        self.bucket = bucket
+        self.env = {
+            "AWS_ENDPOINT_URL": endpoint,
+            "AWS_ACCESS_KEY_ID": key_id,
+            "AWS_SECRET_ACCESS_KEY": secret,
+            "AWS_REGION": "us-east-1",
+            # Whatever account the developer's machine is set up for must not leak in.
+            "AWS_SESSION_TOKEN": "",
+            "AWS_CONFIG_FILE": "/nonexistent",
+            "AWS_SHARED_CREDENTIALS_FILE": "/nonexistent",
+            "AWS_EC2_METADATA_DISABLED": "true",
+            "NO_PROXY": "127.0.0.1",
+        }
+        self._client = loopback_client(endpoint, key_id, secret)
+
+    def new_bucket(self) -> str:
+        """The name of a bucket made now. SeaweedFS reserves space for each: where a prefix will do, use new_url."""
+        name = f"test-{uuid.uuid4().hex[:12]}"
+        reason = make_bucket(self._client, name)
+        assert not reason, reason
+        return name
+
+    def new_url(self) -> str:
+        """An unused prefix in the session's bucket, as a store URL."""
+        return f"s3://{self.bucket}/{uuid.uuid4().hex[:12]}"
+
+    def activate(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Make this server the one that boto3 finds, in this process and in those it starts."""
+        monkeypatch.delenv("AWS_PROFILE", raising=False)
+        monkeypatch.delenv("AWS_ENDPOINT_URL_S3", raising=False)
+        for name, value in self.env.items():
+            monkeypatch.setenv(name, value)
+
+    def wait_until_ready(self, fleet: Fleet) -> None:
+        deadline = time.monotonic() + LIMIT_S
+        while reason := make_bucket(self._client, self.bucket):
+            fleet.check()
+            assert time.monotonic() < deadline, (
+                f"{self.endpoint} was not ready within {LIMIT_S} s: {reason}"
+            )
+            time.sleep(0.1)
+
+
+@pytest.fixture(scope="session")
+def seaweed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """SeaweedFS: checks signatures, enforces conditional puts."""
+    with LocalServer(
+        tmp_path_factory.mktemp("seaweed"), bucket="tests", kind="seaweedfs", limit_s=LIMIT_S
+    ) as server:
+        yield S3Server(
+            server.endpoint,
+            server.env["AWS_ACCESS_KEY_ID"],
+            server.env["AWS_SECRET_ACCESS_KEY"],
+            server.bucket,
+        )
+
+
+@pytest.fixture(scope="session")
+def moto_s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """moto in its server mode: the closest there is to AWS' answers without AWS."""
+    (port, *_) = free_ports(3)
+    log_path: Path = tmp_path_factory.mktemp("moto") / "moto.log"
+    with Fleet() as fleet:
+        argv = [sys.executable, "-m", "moto.server", "--host", "127.0.0.1", "--port", str(port)]
+        fleet.start("moto", argv, log_path=log_path)
+        server = S3Server(f"http://127.0.0.1:{port}", "testing", "testing", "tests")
+        server.wait_until_ready(fleet)
+        yield server
+
+
+@pytest.fixture
+def s3_url(seaweed: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
+    seaweed.activate(monkeypatch)
+    return seaweed.new_url()
