@@ -1,0 +1,90 @@
+"""`[model]` and `[trainer]`: what a run file says about the learner. No torch here: the CLI reads it for
+`--help`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+__all__ = ["ModelConfig", "TrainerConfig"]
+
+Positive = Annotated[float, Meta(gt=0)]
+NotNegative = Annotated[float, Meta(ge=0)]
+AtLeastOne = Annotated[int, Meta(ge=1)]
+Count = Annotated[int, Meta(ge=0)]
+Beta = Annotated[float, Meta(ge=0, lt=1)]
+
+
+class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """`[model]`: the policy and how it is computed. It is always trained in float32 and served in
+    bfloat16."""
+
+    path: Annotated[str, Meta(min_length=1)]
+    """A Hugging Face folder of a causal language model: config.json, tokenizer, safetensors. Never a hub
+    name, and never code of its own."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Of the matrix products. The weights they see are rounded to bfloat16 in every case, because those are
+    the weights that are published and that the engines sample from. auto: bfloat16, except on a CPU that
+    has no bfloat16 instructions, where torch emulates them and a step takes six times as long (measured on
+    AVX2)."""
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    """The attention of transformers; all three keep packed samples apart. flash_attention_2 has to be
+    installed."""
+    activation_checkpointing: bool = False
+    """Compute activations again in the backward pass: less memory, about a third more time."""
+
+
+class TrainerConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """`[trainer]`: the optimiser, the rhythm of publishing and checkpoints, and the limits of every
+    wait."""
+
+    steps: AtLeastOne = 100
+    """The run ends when this many steps are done, those before a resume included."""
+    learning_rate: Positive = 1e-6
+    """Of AdamW after the warm-up. 1e-6 is what RL on pretrained models of a billion weights and more is
+    published with (prime-rl, DAPO); the demo's one-million-weight model wants a thousand times more."""
+    warmup_steps: Count = 10
+    """The learning rate rises linearly over this many updates, then stays."""
+    weight_decay: NotNegative = 0.0
+    """Of AdamW, on matrices only (norms and biases never decay)."""
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    """Of AdamW. 0.95 rather than torch's 0.999: a run is hundreds of steps, and lag makes old gradients
+    stale."""
+    eps: Positive = 1e-8
+    """Of AdamW."""
+    clip_norm: Positive = 1.0
+    """The gradient's global norm is scaled down to this."""
+
+    publish_every: AtLeastOne = 1
+    """Steps per policy version."""
+    checkpoint_every: Count = 0
+    """Steps per checkpoint; the last step is then always one, and so is a stop by SIGTERM. 0: none at
+    all."""
+    keep_checkpoints: AtLeastOne = 2
+    """Older ones are deleted after each commit."""
+
+    microbatch_tokens: AtLeastOne = 4096
+    """Tokens packed into one forward pass; a longer sample gets one of its own. Time and memory of
+    attention grow with its square: on a CPU 512 is fastest."""
+    max_refused_steps: AtLeastOne = 5
+    """Stop after this many steps in a row were refused for a loss or gradient that is not finite."""
+
+    batch_wait_s: Positive = 600.0
+    """Limit on the wait for one batch of rollouts. It covers the start of an engine (minutes for large
+    models)."""
+    attach_wait_s: Positive = 60.0
+    """Limit on the wait for the orchestrator's first answer."""
+    flush_wait_s: Positive = 600.0
+    """Limit on the wait for a published version to be committed."""
+    finish_wait_s: Positive = 600.0
+    """Limit on the last held-out evaluation and the draining of workers."""
+    collective_wait_s: Positive = 300.0
+    """Limit on one collective operation between ranks: a rank that died must not hang the others."""
+
+    out: str = "runs/default"
+    """Folder of metrics.jsonl, on rank 0."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda where there is one."""
+    threads: Count = 0
+    """Of torch, per rank, on a CPU. 0: torch's own choice (all cores, or what torchrun sets)."""
