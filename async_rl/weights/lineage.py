@@ -1,0 +1,228 @@
+"""Who may write which version, and which versions count: claims, manifests and the rules between them.
+
+    incarnations/00000003.json   Claim      one life of a trainer, and the first version it may write
+    versions/0000000042.json     Manifest   its existence *is* version 42
+
+Both are created with put_if_absent and never changed. A trainer starts by claiming the next incarnation;
+from then on older trainers are zombies. One may still be running (a partition, a scheduler that restarted
+too early), so every writer looks for newer claims around its commit, and every reader ignores what a zombie
+wrote:
+
+    a manifest of incarnation i counts unless a claim of a newer incarnation begins at or before its version
+
+Readers list the versions first and the claims after: a claim older than a zombie's commit is then always
+seen. The rules are pure functions; the few lines that touch the store stand below them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from enum import Enum
+from typing import Annotated, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from async_rl.errors import AlreadyExists, Corrupt, Fenced, WeightsError
+from async_rl.log import get_logger
+from async_rl.store.base import ObjectStore
+
+__all__ = [
+    "Claim",
+    "Manifest",
+    "Pack",
+    "Verdict",
+    "admissible",
+    "check_not_fenced",
+    "claim",
+    "decide",
+    "list_versions",
+    "newest_admissible",
+    "read_claims",
+    "read_manifest",
+    "state_digest",
+    "version_key",
+]
+
+log = get_logger(__name__)
+
+INCARNATIONS = "incarnations/"
+VERSIONS = "versions/"
+_CLAIM_TRIES = 100  # each lost race means that somebody else claimed: a hundred in a row is a restart loop
+
+Count = Annotated[int, Meta(ge=0)]
+Record = TypeVar("Record", bound=Struct)
+
+
+class Claim(Struct, frozen=True):
+    incarnation: Count
+    nonce: str  # tells our own retried put from another trainer's
+    first_version: Count  # what this incarnation may write starts here
+    created: float  # seconds since the epoch, by the trainer's clock: for people, never compared
+
+
+class Pack(Struct, frozen=True):
+    """One immutable safetensors object."""
+
+    key: str
+    size: Count  # bytes
+    sha256: str
+
+
+class Manifest(Struct, frozen=True):
+    """One policy version. All of its tensors have `dtype`; their names and shapes stand in run.json."""
+
+    version: Count
+    step: Count  # optimizer steps done
+    incarnation: Count
+    nonce: str  # of the claim
+    parent: int  # the version this one followed on its branch, -1 for the first
+    dtype: Literal["bfloat16", "float16"]
+    packs: tuple[Pack, ...]
+    weight_map: dict[str, Count]  # tensor name -> index into packs
+    digest: str  # of the whole state, see state_digest
+    created: float
+    total_bytes: Count  # of the packs
+    kind: str = "full"
+    base: int = -1  # the version a delta changes; -1 for a full one
+
+
+class Verdict(Enum):
+    """What a writer does when the number it wanted is taken."""
+
+    DONE = "our own retried put had succeeded"
+    SKIP = "the number is lost, take the next"
+    FENCED = "a newer trainer owns the run"
+
+
+# ---------------------------------------------------------------- rules
+
+
+def admissible(manifest: Manifest, claims: Iterable[Claim]) -> bool:
+    """Whether a manifest counts: false for a zombie's, and for one whose claim is somebody else's."""
+    for each in claims:
+        if each.incarnation > manifest.incarnation and each.first_version <= manifest.version:
+            return False
+        if each.incarnation == manifest.incarnation and each.nonce != manifest.nonce:
+            return False
+    return True
+
+
+def newest_admissible(manifests: Iterable[Manifest], claims: Sequence[Claim]) -> Manifest | None:
+    counting = (manifest for manifest in manifests if admissible(manifest, claims))
+    return max(counting, key=lambda manifest: manifest.version, default=None)
+
+
+def decide(ours: Claim, wanted: Manifest, found: Manifest) -> Verdict:
+    """`wanted` met `found` under its own key. See architecture.md, 'Fencing'."""
+    if found.nonce == ours.nonce:
+        # Other packs under our nonce: an earlier publish of ours, given up, whose put had succeeded after
+        # all.
+        return Verdict.DONE if found.packs == wanted.packs else Verdict.SKIP
+    if found.incarnation < ours.incarnation and found.version >= ours.first_version:
+        return Verdict.SKIP
+    # Also our own incarnation under another nonce (a store that doesn't enforce conditional puts let two
+    # claim it) and a number below our first version, which was never ours to write: in doubt, the one who
+    # stops is us.
+    return Verdict.FENCED
+
+
+def state_digest(packs: Sequence[Pack]) -> str:
+    """SHA-256 over the packs' hashes. How tensors are cut into packs doesn't depend on the number of ranks,
+    so equal weights of a run have equal digests (as long as pack_bytes stays the same)."""
+    return hashlib.sha256("".join(pack.sha256 for pack in packs).encode()).hexdigest()
+
+
+# ---------------------------------------------------------------- in the store
+
+
+def version_key(version: int) -> str:
+    return f"{VERSIONS}{version:010}.json"
+
+
+def claim_key(incarnation: int) -> str:
+    return f"{INCARNATIONS}{incarnation:08}.json"
+
+
+def claim(store: ObjectStore) -> Claim:
+    """Become the run's newest incarnation: from now on, older trainers are fenced. Two that start at once
+    both succeed, one after the other; the later one goes on."""
+    nonce = uuid.uuid4().hex
+    for _ in range(_CLAIM_TRIES):
+        newest = max(_numbers(store, INCARNATIONS, -1), default=-1)
+        first = max(_numbers(store, VERSIONS, -1), default=-1) + 1
+        ours = Claim(newest + 1, nonce, first, time.time())
+        try:
+            store.put_if_absent(claim_key(ours.incarnation), msgspec.json.encode(ours))
+        except AlreadyExists:
+            if _read(store, claim_key(ours.incarnation), Claim).nonce != nonce:
+                continue
+        log.info("incarnation claimed", incarnation=ours.incarnation, first_version=ours.first_version)
+        return ours
+    raise WeightsError(
+        f"no incarnation of {store.url} could be claimed: others were faster {_CLAIM_TRIES} times",
+        hint="look for trainers of this run that restart in a loop",
+    )
+
+
+def check_not_fenced(store: ObjectStore, ours: Claim) -> None:
+    """Raises Fenced if a newer incarnation exists."""
+    newer = max(_numbers(store, INCARNATIONS, ours.incarnation), default=-1)
+    if newer > ours.incarnation:
+        raise fenced(store, ours, newer)
+
+
+def fenced(store: ObjectStore, ours: Claim, newer: int) -> Fenced:
+    return Fenced(
+        f"trainer incarnation {newer} has taken the run {store.url}: this one, incarnation "
+        f"{ours.incarnation}, may publish no more",
+        hint="only one trainer can own a run: let the newer one go on, or stop it and start this one again",
+    )
+
+
+def read_claims(store: ObjectStore, after: int = -1) -> list[Claim]:
+    """Claims of incarnations newer than `after`, oldest first."""
+    return [_read(store, claim_key(number), Claim) for number in _numbers(store, INCARNATIONS, after)]
+
+
+def list_versions(store: ObjectStore, after: int = -1) -> list[int]:
+    """Numbers with a manifest, ascending; some may be a zombie's."""
+    return list(_numbers(store, VERSIONS, after))
+
+
+def read_manifest(store: ObjectStore, version: int) -> Manifest:
+    """Raises NotFound, Corrupt."""
+    key = version_key(version)
+    manifest = _read(store, key, Manifest)
+    if manifest.version != version:
+        raise Corrupt(f"{key} in {store.url} says it is version {manifest.version}")
+    if any(index >= len(manifest.packs) for index in manifest.weight_map.values()):
+        raise Corrupt(f"{key} in {store.url} places tensors in packs it does not list")
+    if manifest.kind != "full":
+        raise WeightsError(
+            f"version {version} is of kind {manifest.kind!r}, which this async-rl can't read",
+            hint="it was written by a newer async-rl: upgrade this one",
+        )
+    return manifest
+
+
+def _numbers(store: ObjectStore, prefix: str, after: int) -> Iterator[int]:
+    """The numbers in keys like `versions/0000000042.json`, ascending; anything else under the prefix is
+    ignored."""
+    digits = 8 if prefix == INCARNATIONS else 10
+    start = f"{prefix}{after:0{digits}}.json" if after >= 0 else ""
+    for info in store.list_after(prefix, start):
+        stem, dot, suffix = info.key.removeprefix(prefix).partition(".")
+        if len(stem) == digits and stem.isdecimal() and dot + suffix == ".json":
+            yield int(stem)
+
+
+def _read(store: ObjectStore, key: str, kind: type[Record]) -> Record:
+    data = store.get(key)
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.DecodeError as error:
+        raise Corrupt(f"{key} in {store.url} is not a valid {kind.__name__.lower()}: {error}") from error

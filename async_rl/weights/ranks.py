@@ -1,0 +1,183 @@
+"""The ranks of one trainer, as the publisher uses them: bytes from one to another, reports to everyone.
+
+A gloo group of its own, so that a background thread can use it while training talks over NCCL or another
+group. No object collectives: those pickle. `Solo` is the same for a single process that never initialised
+torch.distributed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Protocol, TypeVar
+
+import msgspec
+import torch
+import torch.distributed as dist
+from msgspec import Struct
+
+from async_rl import errors
+from async_rl.errors import AsyncRLError, WeightsError
+
+__all__ = ["GlooRanks", "RankLost", "Ranks", "Report", "Solo", "from_rank0", "open_ranks"]
+
+_REPORT_BYTES = 4096
+
+Shared = TypeVar("Shared", bound=Struct)
+
+
+class RankLost(WeightsError):
+    """Another rank ended or hangs: the group can't be used any more."""
+
+
+class Report(Struct, frozen=True):
+    """What one rank has to say at the end of an attempt. An error travels as class name, message and
+    hint."""
+
+    kind: str = ""  # of the error; empty: all went well
+    message: str = ""
+    hint: str = ""
+    last_try: bool = False  # the limit is over, or the publisher closes (rank 0's word counts)
+    version: int = -1  # committed (rank 0)
+
+    @classmethod
+    def of(cls, error: AsyncRLError) -> Report:
+        return cls(type(error).__name__, error.message[:1500], error.hint[:500])
+
+    def error(self) -> AsyncRLError:
+        kind = getattr(errors, self.kind) if self.kind in errors.__all__ else WeightsError
+        rebuilt: AsyncRLError = kind(self.message, hint=self.hint)
+        return rebuilt
+
+
+class Ranks(Protocol):
+    rank: int
+    size: int
+
+    def send(self, data: torch.Tensor, to: int) -> None:
+        """`data`: uint8 [n], contiguous, on the CPU; n > 0. Blocks until the receiver has it."""
+        ...
+
+    def receive(self, data: torch.Tensor, source: int) -> None:
+        """Fills `data`, uint8 [n]."""
+        ...
+
+    def total(self, data: torch.Tensor) -> None:
+        """Sum over the ranks, in place."""
+        ...
+
+    def reports(self, mine: Report) -> list[Report]:
+        """Everyone's, by rank."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Solo:
+    rank = 0
+    size = 1
+
+    def send(self, data: torch.Tensor, to: int) -> None:
+        raise AssertionError("a single rank has nobody to send to")
+
+    def receive(self, data: torch.Tensor, source: int) -> None:
+        raise AssertionError("a single rank has nobody to receive from")
+
+    def total(self, data: torch.Tensor) -> None:
+        pass
+
+    def reports(self, mine: Report) -> list[Report]:
+        return [mine]
+
+    def close(self) -> None:
+        pass
+
+
+class GlooRanks:
+    """Every operation is bounded by the group's timeout and raises RankLost."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+
+    def send(self, data: torch.Tensor, to: int) -> None:
+        self._guard(lambda: dist.send(data, to, group=self._group), f"sending to rank {to}")
+
+    def receive(self, data: torch.Tensor, source: int) -> None:
+        self._guard(lambda: dist.recv(data, source, group=self._group), f"receiving from rank {source}")
+
+    def total(self, data: torch.Tensor) -> None:
+        self._guard(lambda: dist.all_reduce(data, group=self._group), "waiting for the other ranks")
+
+    def reports(self, mine: Report) -> list[Report]:
+        row = _row(msgspec.json.encode(mine))
+        rows = [torch.empty_like(row) for _ in range(self.size)]
+        self._guard(lambda: dist.all_gather(rows, row, group=self._group), "waiting for the other ranks")
+        return [msgspec.json.decode(_unrow(each), type=Report) for each in rows]
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group(self._group)
+
+    def _guard(self, operation: Callable[[], object], doing: str) -> None:
+        try:
+            operation()
+        except RuntimeError as error:  # what torch raises for a lost peer and for its own timeout
+            raise RankLost(
+                f"rank {self.rank} failed while {doing}: {error}",
+                hint="another rank ended or hangs: look at its log",
+            ) from error
+
+
+def open_ranks(timeout_s: float) -> Ranks:
+    """Collective: every rank of the default group must call it."""
+    many = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return GlooRanks(timeout_s) if many else Solo()
+
+
+def from_rank0(make: Callable[[], Shared], kind: type[Shared], timeout_s: float = 600.0) -> Shared:
+    """Collective: rank 0 calls `make`, and every rank gets its result, or raises its error.
+
+    For what one process must do for all: `from_rank0(lambda: claim(store), Claim)`.
+    """
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return make()
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    try:
+        failure: AsyncRLError | None = None
+        data = b""
+        if dist.get_rank() == 0:
+            try:
+                data = b"+" + msgspec.json.encode(make())
+            except AsyncRLError as error:
+                failure = error
+                data = b"-" + msgspec.json.encode(Report.of(error))
+        length = torch.tensor([len(data)])
+        dist.broadcast(length, src=0, group=group)
+        content = torch.zeros(int(length), dtype=torch.uint8)
+        if data:
+            content.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        dist.broadcast(content, src=0, group=group)
+    finally:
+        dist.destroy_process_group(group)
+    if failure is not None:
+        raise failure
+    received = content.numpy().tobytes()
+    if received[:1] == b"-":
+        raise msgspec.json.decode(received[1:], type=Report).error()
+    return msgspec.json.decode(received[1:], type=kind)
+
+
+def _row(data: bytes) -> torch.Tensor:
+    """`data` as a fixed number of bytes, NUL behind (JSON holds none)."""
+    if (
+        len(data) > _REPORT_BYTES
+    ):  # many multi-byte characters, each escaped: keep the kind, say where to look
+        report = msgspec.json.decode(data, type=Report)
+        data = msgspec.json.encode(msgspec.structs.replace(report, message=report.message[:200], hint=""))
+    return torch.frombuffer(bytearray(data.ljust(_REPORT_BYTES, b"\0")), dtype=torch.uint8)
+
+
+def _unrow(row: torch.Tensor) -> bytes:
+    return row.numpy().tobytes().rstrip(b"\0")
