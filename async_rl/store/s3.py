@@ -1,0 +1,289 @@
+"""The object store over S3: AWS, MinIO, SeaweedFS, Ceph, R2 …, through boto3.
+
+botocore makes one attempt per request; repeating is ours (retry.py), so that one limit holds for
+everything that can pass: 5xx, throttling, refused or broken connections, bodies that end early. Its
+errors become ours in s3_errors.py. Checksums that only AWS knows are off: older servers refuse them, and
+a pack has its own hash.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import boto3
+from botocore.config import Config
+from botocore.exceptions import BotoCoreError, ClientError
+
+from async_rl.errors import AlreadyExists, ConfigError, NotFound, StoreError
+from async_rl.log import get_logger
+from async_rl.store.base import Capabilities, ObjectInfo, StoreConfig
+from async_rl.store.keys import (
+    check_key,
+    check_prefix,
+    check_range,
+    in_byte_order,
+    past_the_end,
+    start_of_listing,
+)
+from async_rl.store.retry import retrying
+from async_rl.store.s3_errors import (
+    FOREIGN,
+    NotSupported,
+    Place,
+    ShortBody,
+    bucket_missing,
+    code_of,
+    translate,
+)
+from async_rl.store.s3_upload import S3Upload
+
+__all__ = ["S3Store"]
+
+T = TypeVar("T")
+log = get_logger(__name__)
+
+BUCKET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,61}[A-Za-z0-9]")
+DEFAULT_REGION = "us-east-1"
+SPARE_CONNECTIONS = 8
+"""Above `parallel`, for the small requests (manifests, listings, heartbeats) of other threads."""
+
+
+class S3Store:
+    """`s3://bucket/prefix`. Nothing is asked of the server before the first operation."""
+
+    def __init__(self, url: str, config: StoreConfig) -> None:
+        self.bucket, self.prefix = parse_url(url)
+        self._config = config
+        self._client, self._place = make_client(self.bucket, config)
+        self._conditional = True
+        self._closed = threading.Event()
+
+    @property
+    def url(self) -> str:
+        return f"s3://{self.bucket}/{self.prefix}".rstrip("/")
+
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        if len(data) > 2 * self._config.part_bytes:  # in parts, each of which can be repeated by itself
+            with self.upload(key) as upload:
+                upload.write(data)
+                upload.commit()
+            return
+        self._call(f"write {self._name(key)}", lambda: self._put(key, data))
+
+    def put_if_absent(self, key: str, data: bytes | memoryview) -> None:
+        doing = f"create {self._name(key)}"
+        if self._conditional:
+            try:
+                self._call(doing, lambda: self._put(key, data, IfNoneMatch="*"))
+                return
+            except NotSupported:
+                self._not_enforced()
+        try:
+            self.head(key)
+        except NotFound:
+            self._call(doing, lambda: self._put(key, data))
+        else:
+            raise AlreadyExists(f"can't {doing}: there is an object already")
+
+    def _put(self, key: str, data: bytes | memoryview, **conditions: str) -> None:
+        # A file-like body is sent in blocks, plain bytes would all have to leave within one socket timeout.
+        self._client.put_object(**self._at(key), Body=io.BytesIO(data), **conditions)
+
+    def _not_enforced(self) -> None:
+        self._conditional = False
+        log.warning(
+            "this store does not enforce conditional puts: two trainers on one run may both succeed",
+            url=self.url,
+        )
+
+    def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+        check_range(start, length)
+        name = self._name(key)
+        data = None if length == 0 else self._call(f"read {name}", lambda: self._get(key, start, length))
+        if data is None:  # nothing to fetch there: it is empty, or past the end
+            size = self.head(key).size
+            if start > size or (start == size and length):
+                raise past_the_end(name, size, start, length)
+            data = b""
+        return data
+
+    def _get(self, key: str, start: int, length: int | None) -> bytes | None:
+        """One attempt; None where the range starts at the object's end or after it."""
+        end = "" if length is None else start + length - 1
+        ranged = {"Range": f"bytes={start}-{end}"} if start or length is not None else {}
+        try:
+            answer = self._client.get_object(**self._at(key), **ranged)
+        except ClientError as error:
+            if code_of(error) in ("InvalidRange", "416"):
+                return None
+            raise
+        body = answer["Body"]
+        try:
+            begin, size = position(answer)
+            if begin != start and start < size:
+                raise StoreError(
+                    f"reading {self._name(key)}: bytes from {begin} came instead of those from {start}",
+                    hint="the server, or a proxy before it, does not honour Range",
+                )
+            expected = size - start if length is None else length
+            if start + expected > size:
+                raise past_the_end(self._name(key), size, start, length)
+            data: bytes = body.read()
+        finally:
+            body.close()
+        if len(data) != expected:
+            raise ShortBody(f"{len(data)} bytes came of {expected}")
+        return data
+
+    def head(self, key: str) -> ObjectInfo:
+        doing = f"look at {self._name(key)}"
+        try:
+            answer = self._call(doing, lambda: self._client.head_object(**self._at(key)))
+        except NotFound:
+            self._require_bucket(doing)  # a HEAD's 404 does not say what is missing
+            raise
+        return ObjectInfo(key, answer["ContentLength"], answer["LastModified"].timestamp())
+
+    def _require_bucket(self, doing: str) -> None:
+        try:
+            self._call(doing, lambda: self._client.head_bucket(Bucket=self.bucket))
+        except NotFound as error:
+            raise bucket_missing(doing, self._place) from error
+
+    def list_after(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
+        check_prefix(prefix)
+        return in_byte_order(self._pages(prefix, start_of_listing(prefix, after)), prefix, after)
+
+    def _pages(self, prefix: str, start: str) -> Iterator[ObjectInfo]:
+        """In the server's order, which may not be the byte order: see keys.py."""
+        root = f"{self.prefix}/" if self.prefix else ""
+        request: dict[str, Any] = {"Bucket": self.bucket, "Prefix": root + prefix}
+        if start:
+            request["StartAfter"] = root + start
+        while True:
+            page = self._call(f"list {self.url}/{prefix}", lambda: self._client.list_objects_v2(**request))
+            for item in page.get("Contents", ()):
+                yield ObjectInfo(item["Key"][len(root) :], item["Size"], item["LastModified"].timestamp())
+            if not page.get("IsTruncated"):
+                return
+            request["ContinuationToken"] = page["NextContinuationToken"]
+
+    def delete(self, key: str) -> None:
+        with suppress(NotFound):  # S3 says success; some servers say this
+            self._call(f"delete {self._name(key)}", lambda: self._client.delete_object(**self._at(key)))
+
+    def upload(self, key: str) -> S3Upload:
+        return S3Upload(
+            self._client,
+            self._at(key),
+            self._name(key),
+            self._call,
+            part_bytes=self._config.part_bytes,
+            parallel=self._config.parallel,
+        )
+
+    def probe(self) -> Capabilities:
+        """Two creations of one fresh key: the second must fail."""
+        key = f".probe/{uuid.uuid4().hex}"
+        self.put_if_absent(key, b"async-rl: may this be created twice?")
+        try:
+            if self._conditional:
+                self.put_if_absent(key, b"it may")
+                if self._conditional:
+                    self._not_enforced()
+        except AlreadyExists:
+            pass
+        finally:
+            self.delete(key)
+        return Capabilities(conditional_put=self._conditional)
+
+    def close(self) -> None:
+        """Ends the waiting of operations that are being repeated; they raise what they met."""
+        self._closed.set()
+        self._client.close()
+
+    def _call(self, doing: str, operation: Callable[[], T]) -> T:
+        return retrying(
+            operation,
+            foreign=FOREIGN,
+            translate=lambda error: translate(error, doing, self._place),
+            limit_s=self._config.retry_limit_s,
+            pause=self._closed.wait,
+        )
+
+    def _at(self, key: str) -> dict[str, str]:
+        full = f"{self.prefix}/{check_key(key)}" if self.prefix else check_key(key)
+        return {"Bucket": self.bucket, "Key": check_key(full)}
+
+    def _name(self, key: str) -> str:
+        return f"{self.url}/{key}"
+
+
+def parse_url(url: str) -> tuple[str, str]:
+    """(bucket, prefix without a slash at its end). Raises ConfigError."""
+    bucket, _, prefix = url.removeprefix("s3://").partition("/")
+    if not BUCKET_NAME.fullmatch(bucket):
+        raise ConfigError(
+            f"{url!r} names no bucket",
+            hint="s3://bucket/prefix; a bucket's name has 3 to 63 letters, digits, - or .",
+        )
+    prefix = prefix.rstrip("/")
+    try:
+        return bucket, check_key(prefix) if prefix else ""
+    except StoreError as error:
+        raise ConfigError(f"{url!r} is no store URL: {error.message}", hint=error.hint) from error
+
+
+def position(answer: dict[str, Any]) -> tuple[int, int]:
+    """Where the body of a get begins in the object, and the object's size."""
+    if match := re.fullmatch(r"bytes (\d+)-\d+/(\d+)", answer.get("ContentRange") or ""):
+        return int(match[1]), int(match[2])
+    return 0, int(answer["ContentLength"])
+
+
+def make_client(bucket: str, config: StoreConfig) -> tuple[Any, Place]:
+    """A boto3 client (thread-safe) and what errors need to know. Raises ConfigError."""
+    env = os.environ
+    endpoint = config.endpoint_url or env.get("AWS_ENDPOINT_URL_S3") or env.get("AWS_ENDPOINT_URL") or None
+    # A server of one's own has no DNS name per bucket.
+    addressing = ("path" if endpoint else "auto") if config.addressing == "auto" else config.addressing
+    if addressing not in ("path", "virtual", "auto"):
+        raise ConfigError(f"store.addressing is {config.addressing!r}", hint="path, virtual or auto")
+    loopback = endpoint is not None and urlsplit(endpoint).hostname in ("127.0.0.1", "localhost", "::1")
+    try:
+        session = boto3.session.Session(profile_name=config.profile or None)
+        region = config.region or env.get("AWS_REGION") or session.region_name or DEFAULT_REGION
+        client = session.client(
+            "s3",
+            endpoint_url=endpoint,
+            region_name=region,
+            verify=config.ca_bundle or None,
+            config=Config(
+                connect_timeout=min(config.connect_timeout_s, config.retry_limit_s),
+                read_timeout=min(config.read_timeout_s, config.retry_limit_s),
+                max_pool_connections=config.parallel + SPARE_CONNECTIONS,
+                retries={"total_max_attempts": 1, "mode": "standard"},
+                request_checksum_calculation="when_required",
+                response_checksum_validation="when_required",
+                s3={"addressing_style": addressing},
+                tcp_keepalive=True,
+                proxies={} if loopback else None,
+                user_agent_extra="async-rl",
+            ),
+        )
+        credentials = session.get_credentials()
+        access_key = credentials.access_key if credentials else ""
+    except (BotoCoreError, ValueError, OSError) as error:
+        raise ConfigError(
+            f"can't set up the S3 client for bucket {bucket!r}: {error}",
+            hint="check [store] (endpoint_url is http://host:port, profile) and the AWS_* variables",
+        ) from error
+    return client, Place(bucket, client.meta.endpoint_url, region, access_key or "")

@@ -1,0 +1,183 @@
+"""A streaming upload to S3 in bounded memory: parts travel in parallel while later ones are written."""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from types import TracebackType
+from typing import Any
+
+from botocore.exceptions import ClientError
+
+from async_rl.errors import NotFound, StoreError
+from async_rl.log import get_logger
+from async_rl.store.s3_errors import code_of
+
+__all__ = ["S3Upload"]
+
+log = get_logger(__name__)
+
+MAX_PARTS = 10_000
+"""S3's limit."""
+MOST_IN_FLIGHT = 4
+"""Parts held in memory while they travel; with four of them a connection's pauses are well covered."""
+
+
+class S3Upload:
+    """Not to be shared between threads. An object smaller than a part is one plain put at `commit`.
+
+    call: (doing, operation) -> result, which repeats what may pass and raises our errors.
+    """
+
+    def __init__(
+        self,
+        client: Any,
+        target: dict[str, str],
+        name: str,
+        call: Callable[[str, Callable[[], Any]], Any],
+        *,
+        part_bytes: int,
+        parallel: int,
+    ) -> None:
+        self._client = client
+        self._target = target
+        self._name = name
+        self._call = call
+        self._part_bytes = part_bytes
+        self._in_flight = min(parallel, MOST_IN_FLIGHT)
+        self._buffer = bytearray()
+        self._size = 0
+        self._id = ""
+        self._pool: ThreadPoolExecutor | None = None
+        self._waiting: set[Future[None]] = set()
+        self._etags: dict[int, str] = {}
+        self._parts = 0
+        self._given_up = threading.Event()
+        self._done = False
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Takes a copy. Waits for: room among the parts in flight. Raises what one of them met."""
+        self._require_open()
+        view = memoryview(data).cast("B")
+        self._size += len(view)
+        while len(view):
+            room = self._part_bytes - len(self._buffer)
+            self._buffer += view[:room]
+            view = view[room:]
+            if len(self._buffer) == self._part_bytes:
+                self._send()
+
+    def commit(self) -> None:
+        """Waits for: every part to be stored. Then the object is visible, whole."""
+        self._require_open()
+        if not self._id:
+            body = self._buffer
+            self._call(
+                f"write {self._name}",
+                lambda: self._client.put_object(**self._target, Body=io.BytesIO(body)),
+            )
+        else:
+            if self._buffer:
+                self._send()
+            while self._waiting:
+                self._wait_for_one()
+            self._complete()
+        self._done = True
+        self._shut()
+
+    def __enter__(self) -> S3Upload:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._done:
+            self._abort()
+
+    def _require_open(self) -> None:
+        if self._done:
+            raise StoreError(f"the upload of {self._name} has ended already")
+
+    def _send(self) -> None:
+        if self._parts == MAX_PARTS:
+            raise StoreError(
+                f"{self._name} would have more than {MAX_PARTS} parts of {self._part_bytes} bytes",
+                hint="raise part_bytes in [store]",
+            )
+        if not self._id:
+            answer = self._call(
+                f"start the upload of {self._name}",
+                lambda: self._client.create_multipart_upload(**self._target),
+            )
+            self._id = answer["UploadId"]
+            self._pool = ThreadPoolExecutor(self._in_flight, thread_name_prefix="s3-upload")
+        assert self._pool is not None
+        while len(self._waiting) >= self._in_flight:
+            self._wait_for_one()
+        self._parts += 1
+        self._waiting.add(self._pool.submit(self._send_part, self._parts, self._buffer))
+        self._buffer = bytearray()
+
+    def _send_part(self, number: int, part: bytearray) -> None:
+        def attempt() -> Any:
+            if self._given_up.is_set():
+                raise StoreError(f"the upload of {self._name} was given up")
+            body = io.BytesIO(part)
+            return self._client.upload_part(**self._target, UploadId=self._id, PartNumber=number, Body=body)
+
+        self._etags[number] = self._call(f"write part {number} of {self._name}", attempt)["ETag"]
+
+    def _wait_for_one(self) -> None:
+        """Bounded: each part has the store's own limits. Raises the error of a part that failed."""
+        done, self._waiting = wait(self._waiting, return_when=FIRST_COMPLETED)
+        for future in done:
+            future.result()
+
+    def _complete(self) -> None:
+        parts = [{"PartNumber": number, "ETag": self._etags[number]} for number in sorted(self._etags)]
+        attempts = 0
+
+        def attempt() -> None:
+            nonlocal attempts
+            attempts += 1
+            try:
+                self._client.complete_multipart_upload(
+                    **self._target, UploadId=self._id, MultipartUpload={"Parts": parts}
+                )
+            except ClientError as error:
+                # The answer of an earlier attempt was lost, and that one had succeeded.
+                if code_of(error) != "NoSuchUpload" or attempts == 1 or not self._is_there():
+                    raise
+
+        self._call(f"finish the upload of {self._name}", attempt)
+
+    def _is_there(self) -> bool:
+        """Whether the object has the size, and by its tag the number of parts, of this upload."""
+        answer = self._client.head_object(**self._target)
+        in_as_many = str(answer["ETag"]).strip('"').endswith(f"-{self._parts}")
+        return in_as_many and int(answer["ContentLength"]) == self._size
+
+    def _abort(self) -> None:
+        """Best effort: what an abort can't reach, the bucket's own rule for incomplete uploads removes."""
+        self._done = True
+        self._given_up.set()
+        self._shut()
+        if not self._id:
+            return
+        try:
+            self._call(
+                f"abort the upload of {self._name}",
+                lambda: self._client.abort_multipart_upload(**self._target, UploadId=self._id),
+            )
+        except NotFound:
+            pass
+        except StoreError as error:
+            log.warning("an unfinished upload stays in the store", name=self._name, error=str(error))
+
+    def _shut(self) -> None:
+        self._buffer = bytearray()
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+            self._pool = None
