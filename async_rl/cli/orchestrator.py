@@ -14,7 +14,9 @@ __all__ = ["command"]
 @click.command("orchestrator")
 @click.argument("run_file", type=click.Path(path_type=Path))
 @set_option
-@click.option("--address-file", type=click.Path(path_type=Path), hidden=True, help="Write the bound address here.")
+@click.option(
+    "--address-file", type=click.Path(path_type=Path), hidden=True, help="Write the bound address here."
+)
 def command(run_file: Path, overrides: tuple[str, ...], address_file: Path | None) -> None:
     """Lease prompts to workers, buffer their groups, hand batches to the trainer.
 
@@ -22,15 +24,17 @@ def command(run_file: Path, overrides: tuple[str, ...], address_file: Path | Non
     address with `async-rl trainer --orchestrator`.
     """
     from async_rl.cli.runfile import read_run_file
+    from async_rl.envs import make_environment
     from async_rl.log import setup
     from orchestrator.server import run_orchestrator
 
     config = read_run_file(run_file, overrides)
     setup("orchestrator")
     run_orchestrator(
-        environment=config.environment,
+        environment=make_environment(config.environment),
+        environment_config=config.environment,
         sampling=config.sampling,
-        orchestrator=config.orchestrator,
+        config=config.orchestrator,
         evaluation=config.eval,
         seed=config.run.seed,
         address_file=address_file,

@@ -18,7 +18,7 @@ from async_rl.envs.base import EnvironmentConfig
 from async_rl.errors import ConfigError
 from async_rl.store.base import StoreConfig
 from async_rl.weights.config import WeightsConfig
-from orchestrator.config import EvalConfig, OrchestratorConfig, SamplingConfig
+from orchestrator.config import EvalConfig, OrchestratorConfig, SamplingConfig, check_bind
 from workers.rollout_settings import RolloutConfig
 from workers.settings import ModelConfig, TrainerConfig
 
@@ -74,7 +74,11 @@ def read_run_file(path: Path, overrides: tuple[str, ...] = ()) -> RunFile:
 def read_worker_options(overrides: tuple[str, ...]) -> tuple[RolloutConfig, StoreConfig, WeightsConfig]:
     """The sections a rollout worker chooses for itself: how it runs, not what the run is."""
     tables = parse_overrides(overrides)
-    own: dict[str, type[Struct]] = {"rollout": RolloutConfig, "store": StoreConfig, "weights": WeightsConfig}
+    own: dict[str, type[Struct]] = {
+        "rollout": RolloutConfig,
+        "store": StoreConfig,
+        "weights": WeightsConfig,
+    }
     for name in tables:
         if name in SECTIONS and name not in own:
             raise ConfigError(
@@ -83,7 +87,11 @@ def read_worker_options(overrides: tuple[str, ...]) -> tuple[RolloutConfig, Stor
             )
     sections = read_sections({}, tables, own, "--set")
     rollout, store, weights = sections["rollout"], sections["store"], sections["weights"]
-    assert isinstance(rollout, RolloutConfig) and isinstance(store, StoreConfig) and isinstance(weights, WeightsConfig)
+    assert (
+        isinstance(rollout, RolloutConfig)
+        and isinstance(store, StoreConfig)
+        and isinstance(weights, WeightsConfig)
+    )
     return rollout, store, weights
 
 
@@ -93,17 +101,13 @@ def _check(r: RunFile, where: str) -> None:
         raise ConfigError(f"{where}: run.store is missing", hint='for example store = "s3://bucket/my-run"')
     if not r.model.path:
         raise ConfigError(
-            f"{where}: model.path is missing", hint="a Hugging Face folder; `async-rl model tiny --out DIR` makes one"
+            f"{where}: model.path is missing",
+            hint="a Hugging Face folder; `async-rl model tiny --out DIR` makes one",
         )
+    check_bind(r.orchestrator)
     if r.trainer.publish_every > r.orchestrator.max_lag + 1:
         raise ConfigError(
             f"{where}: trainer.publish_every = {r.trainer.publish_every} with orchestrator.max_lag = "
             f"{r.orchestrator.max_lag} can't go on: between two versions the lag grows to publish_every - 1",
             hint=f"set max_lag to at least {r.trainer.publish_every - 1}, or publish more often",
-        )
-    if r.sampling.group_size < 2:
-        raise ConfigError(
-            f"{where}: sampling.group_size = {r.sampling.group_size}: the advantage is the reward less the mean of "
-            "its group, and is always 0 in a group of one",
-            hint="use 4 to 16",
         )

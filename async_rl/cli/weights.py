@@ -28,14 +28,17 @@ def ls(store_url: str, as_json: bool) -> None:
     from rich.table import Table
 
     from async_rl.store import open_store
-    from async_rl.weights.lineage import list_claims, list_manifests, zombies
+    from async_rl.weights.lineage import admissible, list_versions, read_claims, read_manifest
+    from async_rl.weights.run import open_run
 
     store = open_store(store_url)
-    manifests = list(list_manifests(store))
-    ignored = zombies(manifests, list_claims(store))
+    open_run(store)
+    # Versions before claims: a claim that comes between must not make a manifest look like a zombie's.
+    manifests = [read_manifest(store, version) for version in list_versions(store)]
+    claims = read_claims(store)
     if as_json:
         for manifest in manifests:
-            row = {**msgspec.to_builtins(manifest), "ignored": manifest.version in ignored}
+            row = {**msgspec.to_builtins(manifest), "ignored": not admissible(manifest, claims)}
             sys.stdout.write(msgspec.json.encode(row).decode() + "\n")
         return
     table = Table("version", "step", "parent", "incarnation", "kind", "MB", "packs", "age", "")
@@ -49,21 +52,32 @@ def ls(store_url: str, as_json: bool) -> None:
             f"{m.total_bytes / 1e6:.2f}",
             str(len(m.packs)),
             f"{max(0.0, time.time() - m.created):.0f} s",
-            "of a replaced trainer, ignored" if m.version in ignored else "",
+            "" if admissible(m, claims) else "of a replaced trainer, ignored",
         )
     Console().print(table)
 
 
 @command.command("pull")
-@click.argument("version", type=int)
+@click.argument("version")
 @store_option
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="A new or empty folder.")
-def pull(version: int, store_url: str, out: Path) -> None:
-    """Fetch VERSION, verify it, and write a folder that `from_pretrained` loads. -1: the newest."""
+def pull(version: str, store_url: str, out: Path) -> None:
+    """Fetch VERSION, verify it, and write a folder that `from_pretrained` loads. VERSION is a number or `newest`."""
     from rich.console import Console
+    from rich.progress import Progress
 
     from async_rl.store import open_store
     from async_rl.weights.subscriber import pull as pull_version
 
-    local = pull_version(open_store(store_url), version, out)
-    Console().print(f"version {local.version} (step {local.step}) is in {out}, verified")
+    if version != "newest" and not version.isdigit():
+        raise click.BadParameter(f"{version!r} is neither a number nor newest", param_hint="VERSION")
+    console = Console()
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("fetching and verifying", total=1.0)
+        pull_version(
+            open_store(store_url),
+            None if version == "newest" else int(version),
+            out,
+            progress=lambda fraction: progress.update(task, completed=fraction),
+        )
+    console.print(f"version {version} is in {out}, verified")

@@ -11,7 +11,9 @@ HEAVY = ("torch", "vllm", "boto3", "transformers", "numpy")
 
 
 def run(*argv: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "async_rl", *argv], capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [sys.executable, "-m", "async_rl", *argv], capture_output=True, text=True, timeout=60
+    )
 
 
 def test_help_loads_nothing_heavy():
@@ -26,7 +28,9 @@ def test_help_loads_nothing_heavy():
         assert command in done.stdout
 
 
-@pytest.mark.parametrize("command", ["demo", "trainer", "rollout", "orchestrator", "lag", "weights", "store", "model"])
+@pytest.mark.parametrize(
+    "command", ["demo", "trainer", "rollout", "orchestrator", "lag", "weights", "store", "model"]
+)
 def test_every_command_has_help_and_needs_no_torch_for_it(command):
     code = (
         "import sys\nfrom async_rl.cli.main import cli\n"
@@ -53,7 +57,8 @@ def test_impossible_combinations_are_refused(tmp_path):
     base = '[run]\nstore = "s3://b/p"\n[model]\npath = "m"\n'
     for text, said in (
         ("[orchestrator]\nmax_lag = 1\n[trainer]\npublish_every = 3\n", "can't go on"),
-        ("[sampling]\ngroup_size = 1\n", "always 0 in a group of one"),
+        ("[sampling]\ngroup_size = 1\n", "sampling.group_size: expected `int` >= 2"),
+        ('[orchestrator]\nbind = "tcp://0.0.0.0:5577"\n', "can be reached from other machines"),
     ):
         run_file.write_text(base + text)
         done = run("trainer", str(run_file))
@@ -63,7 +68,13 @@ def test_impossible_combinations_are_refused(tmp_path):
 
 def test_a_worker_is_told_that_it_can_not_choose_what_the_run_is():
     done = run(
-        "rollout", "--store", "file:///nowhere", "--orchestrator", "tcp://127.0.0.1:1", "--set", "sampling.temperature=2"
+        "rollout",
+        "--store",
+        "file:///nowhere",
+        "--orchestrator",
+        "tcp://127.0.0.1:1",
+        "--set",
+        "sampling.temperature=2",
     )
     assert done.returncode == 2
     assert "learns [sampling] from its run" in done.stderr

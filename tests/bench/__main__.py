@@ -1,0 +1,57 @@
+"""`make bench`: every performance claim, measured now, on this machine, as a ratio.
+
+Machines are noisy and differ, so a figure is compared with a peer or a physical limit of the same run, never
+with a number from elsewhere.
+
+    python -m tests.bench [NAME …] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from tests.bench.claims import Claim
+
+BENCHES = {
+    "overlap": "asynchronous step time against the slower of rollout and training",
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of: {', '.join(BENCHES)} (default: all)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
+    options = parser.parse_args()
+    unknown = sorted(set(options.names) - set(BENCHES))
+    if unknown:
+        parser.error(f"unknown bench {unknown[0]!r}; there are {', '.join(BENCHES)}")
+    console = Console()
+    claims: list[Claim] = []
+    for name in options.names or BENCHES:
+        console.print(f"[bold]{name}[/]: {BENCHES[name]}")
+        with tempfile.TemporaryDirectory(prefix=f"bench-{name}-") as scratch:
+            claims += importlib.import_module(f"tests.bench.{name}").run(Path(scratch), console)
+    console.print(table(claims))
+    if options.json:
+        options.json.write_text(json.dumps([claim.row() for claim in claims], indent=1) + "\n")
+    return 0
+
+
+def table(claims: list[Claim]) -> Table:
+    result = Table("claim", "measured", "aim", "", "how")
+    for claim in claims:
+        verdict = "" if claim.met is None else "[green]met[/]" if claim.met else "[red]missed[/]"
+        result.add_row(claim.name, f"{claim.value:.3g}{claim.unit}", claim.aim_text(), verdict, claim.how)
+    return result
+
+
+if __name__ == "__main__":
+    sys.exit(main())

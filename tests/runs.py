@@ -1,0 +1,137 @@
+"""A whole run of real processes, for integration tests and benches: the CLI's own commands, a folder each.
+
+with LocalRun(tmp_path, store_url, model_dir) as run:
+    run.start_trainer()
+    run.start_worker("w1", engine="reference")
+    run.wait("three steps", lambda: run.steps() >= 3, limit_s=60)
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from async_rl.errors import AsyncRLError
+from async_rl.procs import Child, Fleet
+from async_rl.store.local_server import free_ports
+from async_rl.transport.link import ask_status
+from async_rl.wire import Status
+
+PAUSE_S = 0.2
+
+
+class LocalRun:
+    """`settings` are run-file tables; they are laid over small, quick defaults."""
+
+    def __init__(self, folder: Path, store_url: str, model: Path, **settings: dict[str, Any]) -> None:
+        self.folder = folder
+        self.store_url = store_url
+        self.address = f"tcp://127.0.0.1:{free_ports(1)[0]}"
+        self.fleet = Fleet(grace_s=20.0)
+        self.trainer_folder = folder / "trainer"
+        self.trainer_folder.mkdir(parents=True, exist_ok=True)
+        tables: dict[str, dict[str, Any]] = {
+            "run": {"store": store_url, "seed": 1},
+            "model": {"path": str(model)},
+            "environment": {"name": "reverse"},
+            "sampling": {"group_size": 4, "max_tokens": 10},
+            "orchestrator": {"bind": self.address, "batch_groups": 4, "max_lag": 2},
+            "eval": {"every": 0},
+            "trainer": {
+                "steps": 4,
+                "learning_rate": 1e-3,
+                "microbatch_tokens": 2048,
+                "out": "out",
+                "threads": 1,
+            },
+        }
+        for name, table in settings.items():
+            tables.setdefault(name, {}).update(table)
+        self.run_file = folder / "run.toml"
+        self.run_file.write_text("".join(_toml_table(name, table) for name, table in tables.items()))
+
+    def start_trainer(self, *args: str, prefix: tuple[str, ...] = (), name: str = "trainer") -> Child:
+        folder = self.folder / name
+        folder.mkdir(exist_ok=True)
+        argv = [*prefix, sys.executable, "-m", "async_rl", "trainer", str(self.run_file), *args]
+        return self.fleet.start(name, argv, cwd=folder, log_path=self.folder / f"{name}.log")
+
+    def start_worker(
+        self, name: str, *args: str, engine: str = "reference", prefix: tuple[str, ...] = ()
+    ) -> Child:
+        folder = self.folder / name
+        folder.mkdir(exist_ok=True)
+        argv = [*prefix, sys.executable, "-m", "async_rl", "rollout", "--store", self.store_url]
+        argv += [
+            "--orchestrator",
+            self.address,
+            "--worker-id",
+            name,
+            "--set",
+            f"rollout.engine={engine}",
+            *args,
+        ]
+        return self.fleet.start(name, argv, cwd=folder, log_path=self.folder / f"{name}.log")
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl so far."""
+        path = self.trainer_folder / "out" / "metrics.jsonl"
+        if not path.exists():
+            return []
+        return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+
+    def steps(self) -> int:
+        return sum("reward/mean" in row for row in self.metrics())
+
+    def status(self) -> Status | None:
+        """None while the orchestrator does not answer."""
+        try:
+            return ask_status(self.address, timeout_s=2.0)
+        except AsyncRLError:
+            return None
+
+    def wait(
+        self, what: str, condition: Callable[[], bool], limit_s: float, *expect_running: Child
+    ) -> None:
+        """Until `condition`; fails with every log's end after `limit_s`, or when an expected child has ended."""
+        deadline = time.monotonic() + limit_s
+        pause = threading.Event()
+        while not condition():
+            for child in expect_running:
+                assert child.running(), f"waiting for {what}: {child.name} has ended\n{self.logs()}"
+            assert time.monotonic() < deadline, f"waited {limit_s} s for {what}\n{self.logs()}"
+            pause.wait(PAUSE_S)
+
+    def finish(self, child: Child, limit_s: float) -> int:
+        """The exit status of a child that should end by itself."""
+        self.wait(f"{child.name} to end", lambda: not child.running(), limit_s)
+        return child.process.returncode
+
+    def log(self, name: str) -> str:
+        path = self.folder / f"{name}.log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def logs(self) -> str:
+        return "\n".join(f"---- {child.name}\n{child.log_tail(30)}" for child in self.fleet.children)
+
+    def __enter__(self) -> LocalRun:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.fleet.stop()
+
+
+def _toml_table(name: str, table: dict[str, Any]) -> str:
+    lines = [f"{key} = {_toml_value(value)}" for key, value in table.items()]
+    return f"[{name}]\n" + "\n".join(lines) + "\n\n"
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {_toml_value(item)}" for key, item in value.items()) + " }"
+    return json.dumps(value)
