@@ -98,7 +98,7 @@ class LocalRun:
     def wait(
         self, what: str, condition: Callable[[], bool], limit_s: float, *expect_running: Child
     ) -> None:
-        """Until `condition`; fails with every log's end after `limit_s`, or when an expected child has ended."""
+        """Until `condition`; fails, with every log's end, after `limit_s` or when an expected child ended."""
         deadline = time.monotonic() + limit_s
         pause = threading.Event()
         while not condition():

@@ -1,7 +1,7 @@
 """`async-rl`: the command line. Each command lives in a module of its own, loaded when it is called.
 
-Nothing heavy is imported here, so that `async-rl --help` answers at once (a test holds this: no torch, no vllm,
-no boto3). Errors of ours end with their message, their hint and their exit code, never with a traceback.
+Nothing heavy is imported here, so that `async-rl --help` answers at once (a test holds this: no torch, no
+vllm, no boto3). Errors of ours end with their message, their hint and their exit code, never a traceback.
 """
 
 from __future__ import annotations
@@ -23,9 +23,15 @@ COMMANDS = {
     "demo": ("async_rl.cli.demo", "Run everything on this machine: a model learns to reverse strings."),
     "trainer": ("async_rl.cli.trainer", "Train the policy of a run (starts its orchestrator too)."),
     "rollout": ("async_rl.cli.rollout", "Generate rollouts for a run, on any machine that reaches it."),
-    "orchestrator": ("async_rl.cli.orchestrator", "Run the control plane by itself (a trainer starts its own)."),
+    "orchestrator": (
+        "async_rl.cli.orchestrator",
+        "Run the control plane by itself (a trainer starts its own).",
+    ),
     "lag": ("async_rl.cli.lag", "Show how far every worker's policy version is behind."),
-    "weights": ("async_rl.cli.weights", "List a run's policy versions, or pull one as a Hugging Face folder."),
+    "weights": (
+        "async_rl.cli.weights",
+        "List a run's policy versions, or pull one as a Hugging Face folder.",
+    ),
     "store": ("async_rl.cli.store", "Run a local S3 server for development."),
     "model": ("async_rl.cli.model", "Make a tiny model to try things with."),
 }
@@ -49,7 +55,9 @@ class LazyGroup(click.Group):
             formatter.write_dl([(name, help_) for name, (_, help_) in COMMANDS.items()])
 
 
-@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(
+    cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}
+)
 @click.version_option(__version__, prog_name="async-rl")
 def cli() -> None:
     """Reinforcement learning of language models with trainer and rollouts on separate clusters.
@@ -60,8 +68,8 @@ def cli() -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """The entry point. Set ASYNC_RL_TRACEBACK=1 to see where an error of ours came from."""
-    # Commands start further `python -m async_rl` processes; what they import must not depend on the folder we
-    # happen to stand in, except that a user's own `module:function` is looked for there.
+    # A user's own `module:function` is looked for in the folder we stand in, however we were started
+    # (`python -m async_rl` puts it on the path, the `async-rl` script does not).
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:

@@ -20,8 +20,8 @@ __all__ = ["command"]
 def command(run_file: Path, overrides: tuple[str, ...], address_file: Path | None) -> None:
     """Lease prompts to workers, buffer their groups, hand batches to the trainer.
 
-    `async-rl trainer` starts one by itself. Run it alone to keep it through a trainer's restarts, and name its
-    address with `async-rl trainer --orchestrator`.
+    `async-rl trainer` starts one by itself. Run it alone to keep it through a trainer's restarts, and name
+    its address with `async-rl trainer --orchestrator`.
     """
     from async_rl.cli.runfile import read_run_file
     from async_rl.envs import make_environment

@@ -14,13 +14,17 @@ __all__ = ["command"]
 @click.command("rollout")
 @store_option
 @orchestrator_option
-@click.option("--worker-id", default="", help="A name that stays the same across restarts (default: host, pid, chance).")
+@click.option(
+    "--worker-id",
+    default="",
+    help="A name that stays the same across restarts (default: host, pid, chance).",
+)
 @set_option
 def command(store_url: str, orchestrator_address: str, worker_id: str, overrides: tuple[str, ...]) -> None:
     """Generate rollouts with vLLM and send them to the orchestrator.
 
-    What the run is (environment, sampling, model, limits) the worker learns from its run. How it runs here can be
-    chosen: `--set rollout.engine=reference`, `--set rollout.tensor_parallel=2`, …
+    What the run is (environment, sampling, model, limits) the worker learns from its run. How it runs here
+    can be chosen: `--set rollout.engine=reference`, `--set rollout.tensor_parallel=2`, …
     """
     from async_rl.cli.runfile import read_worker_options
     from async_rl.log import setup

@@ -1,7 +1,7 @@
 """A run file: the sections of every component put together, read and checked as a whole.
 
-The only place that knows all sections. Each is declared beside the component that reads it; here stands what
-they must have in common.
+The only place that knows all sections. Each is declared beside the component that reads it; here stands
+what they must have in common.
 """
 
 from __future__ import annotations
@@ -108,6 +108,6 @@ def _check(r: RunFile, where: str) -> None:
     if r.trainer.publish_every > r.orchestrator.max_lag + 1:
         raise ConfigError(
             f"{where}: trainer.publish_every = {r.trainer.publish_every} with orchestrator.max_lag = "
-            f"{r.orchestrator.max_lag} can't go on: between two versions the lag grows to publish_every - 1",
+            f"{r.orchestrator.max_lag} can't go on: the lag grows to publish_every - 1 between versions",
             hint=f"set max_lag to at least {r.trainer.publish_every - 1}, or publish more often",
         )

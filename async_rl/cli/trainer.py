@@ -1,9 +1,9 @@
-"""`async-rl trainer`: the trainer's ranks and, unless one is named, an orchestrator, as one family of processes.
+"""`async-rl trainer`: the trainer's ranks and, unless one is named, an orchestrator: one family of processes.
 
-    async-rl trainer run.toml                              one rank, own orchestrator
-    async-rl trainer run.toml --nproc-per-node 8           eight ranks on this node
-    torchrun --nnodes 4 … -m async_rl trainer run.toml     every process is one rank; rank 0's node starts the
-                                                           orchestrator unless --orchestrator names one
+async-rl trainer run.toml                              one rank, own orchestrator
+async-rl trainer run.toml --nproc-per-node 8           eight ranks on this node
+torchrun --nnodes 4 … -m async_rl trainer run.toml     every process is one rank; rank 0's node starts the
+                                                       orchestrator unless --orchestrator names one
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ STOP_LIMIT_S = 60.0
 
 @click.command("trainer")
 @click.argument("run_file", type=click.Path(path_type=Path))
-@click.option("--nproc-per-node", type=click.IntRange(min=1), default=1, show_default=True, help="Ranks on this node.")
+@click.option(
+    "--nproc-per-node", type=click.IntRange(min=1), default=1, show_default=True, help="Ranks on this node."
+)
 @click.option(
     "--orchestrator",
     "orchestrator_address",
@@ -37,7 +39,9 @@ STOP_LIMIT_S = 60.0
     metavar="tcp://HOST:PORT",
     help="Use this orchestrator instead of starting one.",
 )
-@click.option("--resume", default="latest", show_default=True, help="latest, never, or the step of a checkpoint.")
+@click.option(
+    "--resume", default="latest", show_default=True, help="latest, never, or the step of a checkpoint."
+)
 @set_option
 def command(
     run_file: Path, nproc_per_node: int, orchestrator_address: str, resume: str, overrides: tuple[str, ...]
@@ -56,17 +60,29 @@ def command(
     with stop_signals(), Fleet(grace_s=STOP_LIMIT_S) as fleet, tempfile.TemporaryDirectory() as scratch:
         address = orchestrator_address or _start_orchestrator(fleet, run_file, overrides, Path(scratch))
         argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-        argv += ["--nproc-per-node", str(nproc_per_node), "--max-restarts", "0", "-m", "async_rl", "trainer"]
+        argv += [
+            "--nproc-per-node",
+            str(nproc_per_node),
+            "--max-restarts",
+            "0",
+            "-m",
+            "async_rl",
+            "trainer",
+        ]
         argv += [str(run_file), "--orchestrator", address, "--resume", resume]
         argv += [arg for item in overrides for arg in ("--set", item)]
-        ranks = fleet.start("trainer", argv, env={"OMP_NUM_THREADS": str(_threads(config.trainer.threads, nproc_per_node))})
+        ranks = fleet.start(
+            "trainer", argv, env={"OMP_NUM_THREADS": str(_threads(config.trainer.threads, nproc_per_node))}
+        )
         try:
             code = fleet.wait(ranks)
         except Stopped:
             ranks.signal_group(15)
             raise
         if code:
-            raise ProcessFailed(f"a trainer rank ended with status {code}", hint="the cause stands in its log above")
+            raise ProcessFailed(
+                f"a trainer rank ended with status {code}", hint="the cause stands in its log above"
+            )
 
 
 def _threads(threads: int, ranks: int) -> int:
@@ -76,7 +92,15 @@ def _threads(threads: int, ranks: int) -> int:
 def _start_orchestrator(fleet: Fleet, run_file: Path, overrides: tuple[str, ...], scratch: Path) -> str:
     """Start an orchestrator, wait until it is bound, and give its address."""
     address_file = scratch / "orchestrator-address"
-    argv = [sys.executable, "-m", "async_rl", "orchestrator", str(run_file), "--address-file", str(address_file)]
+    argv = [
+        sys.executable,
+        "-m",
+        "async_rl",
+        "orchestrator",
+        str(run_file),
+        "--address-file",
+        str(address_file),
+    ]
     child = fleet.start("orchestrator", argv + [arg for item in overrides for arg in ("--set", item)])
     deadline = time.monotonic() + ORCHESTRATOR_START_LIMIT_S
     while not address_file.exists():
@@ -95,7 +119,9 @@ def _check_alive(child: Child) -> None:
         )
 
 
-def _under_torchrun(config: object, run_file: Path, address: str, resume: str, overrides: tuple[str, ...]) -> None:
+def _under_torchrun(
+    config: object, run_file: Path, address: str, resume: str, overrides: tuple[str, ...]
+) -> None:
     from async_rl.cli.runfile import RunFile
     from async_rl.log import setup
 
@@ -121,5 +147,8 @@ def _under_torchrun(config: object, run_file: Path, address: str, resume: str, o
     if address or rank != 0:
         run(address)
         return
-    with Fleet() as fleet, tempfile.TemporaryDirectory() as scratch:  # torchrun without an orchestrator named
+    with (
+        Fleet() as fleet,
+        tempfile.TemporaryDirectory() as scratch,
+    ):  # torchrun without an orchestrator named
         run(_start_orchestrator(fleet, run_file, overrides, Path(scratch)))

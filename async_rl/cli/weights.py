@@ -62,7 +62,7 @@ def ls(store_url: str, as_json: bool) -> None:
 @store_option
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="A new or empty folder.")
 def pull(version: str, store_url: str, out: Path) -> None:
-    """Fetch VERSION, verify it, and write a folder that `from_pretrained` loads. VERSION is a number or `newest`."""
+    """Fetch VERSION (a number or `newest`), verify it, and write a folder that `from_pretrained` loads."""
     from rich.console import Console
     from rich.progress import Progress
 

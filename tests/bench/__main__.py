@@ -1,7 +1,7 @@
 """`make bench`: every performance claim, measured now, on this machine, as a ratio.
 
-Machines are noisy and differ, so a figure is compared with a peer or a physical limit of the same run, never
-with a number from elsewhere.
+Machines are noisy and differ, so a figure is compared with a peer or a physical limit of the same run,
+never with a number from elsewhere.
 
     python -m tests.bench [NAME …] [--json FILE]
 """

@@ -2,13 +2,14 @@
 
 Real processes on a real bucket, the trainer's family pinned to core 0 and the rollout worker's to core 1:
 
-    T_rollout   a batch of groups from the worker alone: consecutive batches are taken as soon as they are ready by a
+    T_rollout   a batch of groups from the worker alone: batches are taken as soon as they are ready, by a
                 trainer that does not train
     T_train     what a step of the asynchronous run costs the trainer, its wait for rollouts not counted
-    async       the step time of the asynchronous run     over max(T_rollout, T_train): 1 is perfect overlap
-    sync        the step time with max_lag = 0            over T_rollout + T_train: 1 is no overhead, no overlap
+    async       the step time of the asynchronous run, over max(T_rollout, T_train): 1 is perfect overlap
+    sync        the step time with max_lag = 0, over T_rollout + T_train: 1 is no overlap and no overhead
 
-Medians over the steps after the first few (engine warm-up). The synchronous run also pays for every weight sync.
+Medians over the steps after the first few (engine warm-up). The synchronous run also pays for every weight
+sync.
 """
 
 from __future__ import annotations
@@ -73,7 +74,9 @@ def run(scratch: Path, console: Console) -> list[Claim]:
     async_s = statistics.median(row["time/step_s"] for row in rows)
     sync_s = statistics.median(row["time/step_s"] for row in sync_rows)
     longer, both = max(rollout_s, train_s), rollout_s + train_s
-    how = f"T_rollout {rollout_s:.3f} s, T_train {train_s:.3f} s; step: async {async_s:.3f} s, sync {sync_s:.3f} s"
+    how = (
+        f"T_rollout {rollout_s:.3f} s, T_train {train_s:.3f} s, step: {async_s:.3f} s, sync {sync_s:.3f} s"
+    )
     return [
         Claim("async step / max(T_rollout, T_train)", async_s / longer, at_most=1.25, how=how),
         Claim(
@@ -110,7 +113,7 @@ def measure(
 
 
 def rollout_alone(local: LocalRun, train: tuple[str, ...], roll: tuple[str, ...]) -> float:
-    """Seconds per batch of a worker that never waits: an orchestrator and a trainer link, but no training."""
+    """Seconds per batch of a worker that never waits: an orchestrator and a trainer link, no training."""
     argv = [*train, sys.executable, "-m", "async_rl", "orchestrator", str(local.run_file)]
     local.fleet.start("orchestrator", argv, log_path=local.folder / "orchestrator.log")
     store = open_store(local.store_url)
@@ -122,7 +125,7 @@ def rollout_alone(local: LocalRun, train: tuple[str, ...], roll: tuple[str, ...]
     local.start_worker("w2", engine="vllm", prefix=roll)
     marks = []
     stop = threading.Event()
-    # Every step is "published" as the version the worker has, so that no update disturbs it and none is waited for.
+    # Every step is "published" as the version the worker has: no update disturbs it, none is waited for.
     for step in range(STEPS):
         link.next_batch(mine.incarnation, step, timeout_s=LIMIT_S)
         marks.append(time.monotonic())

@@ -35,7 +35,9 @@ def read(tables: dict, *overrides: str) -> dict:
 
 
 def test_defaults_then_file_then_overrides():
-    sections = read({"left": {"size": 5, "args": {"x": 1, "y": 2}}}, "left.name=b", "left.args.y=3", "right.rate=1")
+    sections = read(
+        {"left": {"size": 5, "args": {"x": 1, "y": 2}}}, "left.name=b", "left.args.y=3", "right.rate=1"
+    )
     assert sections["left"] == Left(size=5, name="b", args={"x": 1, "y": 3})
     assert sections["right"] == Right(rate=1.0)
 

@@ -14,7 +14,9 @@ from async_rl.cli.runfile import read_run_file, read_worker_options
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPOSE = yaml.safe_load((ROOT / "infra/compose.yaml").read_text())
-OURS = {name: service for name, service in COMPOSE["services"].items() if service.get("image") == "async-rl"}
+OURS = {
+    name: service for name, service in COMPOSE["services"].items() if service.get("image") == "async-rl"
+}
 
 
 def parsed(argv: list[str]) -> dict[str, object]:

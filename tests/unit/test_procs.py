@@ -74,7 +74,9 @@ def test_children_of_a_killed_parent_get_a_sigterm(tmp_path):
 def test_a_child_that_fails_is_reported_with_the_end_of_its_log(tmp_path):
     with Fleet() as fleet:
         child = fleet.start(
-            "store", [sys.executable, "-c", "print('port taken'); raise SystemExit(3)"], log_path=tmp_path / "store.log"
+            "store",
+            [sys.executable, "-c", "print('port taken'); raise SystemExit(3)"],
+            log_path=tmp_path / "store.log",
         )
         child.process.wait(20)
         with pytest.raises(ProcessFailed, match="store process ended with status 3") as caught:
