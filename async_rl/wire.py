@@ -35,6 +35,9 @@ PROTOCOL = 1
 MAX_MESSAGE_BYTES = 64 << 20
 """Nothing larger is decoded: a group of 16 samples of 128k tokens is about 20 MB."""
 
+MAX_BATCH_BYTES = 2 << 30
+"""The limit for what the trainer takes from its own orchestrator: a Batch holds many groups."""
+
 Name = Annotated[str, Meta(max_length=256)]
 Text = Annotated[str, Meta(max_length=1 << 20)]
 Count = Annotated[int, Meta(ge=0)]
@@ -362,6 +365,7 @@ class Status(Struct, frozen=True, array_like=True, tag="status"):
     workers: tuple[WorkerStatus, ...]
     uptime_s: float
     dead_letters: tuple[tuple[str, str], ...] = ()  # (key, last reason), newest last
+    refused: dict[str, int] = {}  # messages and groups that were not accepted, by reason
 
 
 FromWorker: TypeAlias = Hello | Credit | Heartbeat | GroupDone | Failed | Bye
@@ -402,11 +406,11 @@ def encode(message: AnyMessage) -> bytes:
     return _encoder.encode(message)
 
 
-def decode(frame: bytes | memoryview) -> AnyMessage:
+def decode(frame: bytes | memoryview, limit: int = MAX_MESSAGE_BYTES) -> AnyMessage:
     """The message in one frame. Raises Malformed: too large, no MessagePack, unknown tag, wrong types."""
     size = len(frame)
-    if size > MAX_MESSAGE_BYTES:
-        raise Malformed(f"message of {size} bytes is over the limit of {MAX_MESSAGE_BYTES}")
+    if size > limit:
+        raise Malformed(f"message of {size} bytes is over the limit of {limit}")
     try:
         return _decoder.decode(frame)
     except (msgspec.DecodeError, RecursionError) as error:

@@ -1,0 +1,120 @@
+"""Whether a group means what a group must mean. The wire has checked its size and types; this checks the
+rest.
+
+A worker is not trusted: what it sends is trained on, so everything that training relies on is looked at
+here, and nothing of a refused group is kept.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import numpy as np
+
+from async_rl.errors import Malformed
+from async_rl.wire import Array, Group, Sample
+from orchestrator.versions import Versions
+
+__all__ = ["Fault", "Requirements", "examine"]
+
+LOGPROB_TOLERANCE = 1e-4
+"""A log-softmax in 32 bits over a large vocabulary can come out this much above zero."""
+REWARD_TOLERANCE = 1e-6
+"""Rewards travel as 64-bit floats, but an environment may have summed them in fewer bits."""
+
+_DTYPES = {"tokens": "<i4", "logprobs": "<f4", "mask": "|u1", "spans": "<i4"}
+
+
+class Fault(msgspec.Struct, frozen=True):
+    """Why a group is refused: a stable code to count by, and what exactly was found."""
+
+    code: str  # shape, tokens, logprobs, version, early, reward
+    detail: str
+
+    @property
+    def counts(self) -> bool:
+        """Whether it is the worker's failure. It is none if the worker saw a new version in the store
+        before the trainer's message reached us: the group is lost, the prompt goes to the next worker."""
+        return self.code != "early"
+
+
+class Requirements(msgspec.Struct, frozen=True):
+    samples: int
+    max_tokens: int  # sampled ones, per sample
+    vocab_size: int
+    reward_range: tuple[float, float]
+    oldest_version: int = 0  # for a held-out group: the version that is measured
+
+
+def examine(group: Group, need: Requirements, versions: Versions) -> tuple[int, ...] | Fault:
+    """The optimizer step of each sample's oldest policy, or what is wrong with the group."""
+    try:
+        prompt = group.prompt.numpy()
+        if group.prompt.dtype != "<i4" or not prompt.size:
+            return Fault("shape", "the prompt has no token ids")
+        if not _all_within(prompt, need.vocab_size):
+            return Fault("tokens", f"a token id of the prompt is outside 0..{need.vocab_size - 1}")
+        if len(group.samples) != need.samples:
+            return Fault("shape", f"{len(group.samples)} samples, {need.samples} were leased")
+        steps = []
+        for index, sample in enumerate(group.samples):
+            result = _examine_sample(sample, need, versions)
+            if isinstance(result, Fault):
+                return Fault(result.code, f"sample {index}: {result.detail}")
+            steps.append(result)
+        return tuple(steps)
+    except Malformed as error:  # bytes that are no whole number of items
+        return Fault("shape", error.message)
+
+
+def _examine_sample(sample: Sample, need: Requirements, versions: Versions) -> int | Fault:
+    for name, dtype in _DTYPES.items():
+        array: Array = getattr(sample, name)
+        if array.dtype != dtype:
+            return Fault("shape", f"{name} are {array.dtype}, not {dtype}")
+    tokens, logprobs, mask = sample.tokens.numpy(), sample.logprobs.numpy(), sample.mask.numpy()
+    length = len(tokens)
+    if not length == len(logprobs) == len(mask) or not length:
+        return Fault("shape", f"{length} tokens, {len(logprobs)} logprobs, mask of {len(mask)}")
+    if (mask > 1).any():
+        return Fault("shape", "the mask holds something else than 0 and 1")
+    if (sampled := int(mask.sum())) > need.max_tokens:
+        return Fault("shape", f"{sampled} sampled tokens, at most {need.max_tokens} were leased")
+    if not _all_within(tokens, need.vocab_size):
+        return Fault("tokens", f"a token id is outside 0..{need.vocab_size - 1}")
+    chosen = logprobs[mask == 1]
+    if not np.isfinite(logprobs).all():
+        return Fault("logprobs", "a logprob is not finite")
+    if (chosen > LOGPROB_TOLERANCE).any():
+        return Fault("logprobs", f"a logprob is {float(chosen.max()):.4g}, above zero")
+    low, high = need.reward_range
+    if (
+        not math.isfinite(sample.reward)
+        or not low - REWARD_TOLERANCE <= sample.reward <= high + REWARD_TOLERANCE
+    ):
+        return Fault("reward", f"reward {sample.reward} is outside {low}..{high}")
+    return _examine_spans(sample, length, need.oldest_version, versions)
+
+
+def _examine_spans(sample: Sample, length: int, oldest: int, versions: Versions) -> int | Fault:
+    flat = sample.spans.numpy()
+    if not flat.size or flat.size % 2:
+        return Fault("shape", f"{flat.size} numbers are no (version, tokens) pairs")
+    served, counts = flat[0::2], flat[1::2]
+    if (counts <= 0).any() or int(counts.sum(dtype=np.int64)) != length:
+        return Fault("shape", f"spans of {counts.tolist()} tokens do not sum to {length}")
+    if (np.diff(served) < 0).any():
+        return Fault("version", f"versions {served.tolist()} go backwards")
+    if (newest := int(served[-1])) > versions.newest:
+        return Fault("early", f"version {newest} is not known here yet, the newest is {versions.newest}")
+    steps = [versions.step_of(version) for version in served.tolist()]
+    if None in steps:
+        return Fault("version", f"versions {served.tolist()} are not all of this life of the trainer")
+    if int(served[0]) < oldest:
+        return Fault("version", f"sampled by version {int(served[0])}, version {oldest} is being measured")
+    return min(step for step in steps if step is not None)
+
+
+def _all_within(ids: np.ndarray, size: int) -> bool:
+    return bool((ids >= 0).all() and (ids < size).all())

@@ -1,0 +1,78 @@
+"""The sections that the orchestrator reads. No component reads another's."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from async_rl.errors import ConfigError
+from async_rl.transport.base import is_loopback
+
+__all__ = ["EvalConfig", "OrchestratorConfig", "SamplingConfig", "check_bind"]
+
+Positive = Annotated[float, Meta(gt=0)]
+NotNegative = Annotated[float, Meta(ge=0)]
+
+
+class SamplingConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """`[sampling]`: how the policy is sampled, for training and for the held-out evaluation alike."""
+
+    group_size: Annotated[int, Meta(ge=2, le=1024)] = 8
+    """Samples per prompt. The advantage compares them with each other, so one alone teaches nothing."""
+    temperature: Positive = 1.0
+    max_tokens: Annotated[int, Meta(ge=1)] = 256
+    """Per sample, the prompt not counted."""
+
+
+class OrchestratorConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """`[orchestrator]`: admission, leases and the roster."""
+
+    bind: str = "tcp://127.0.0.1:5577"
+    """Where workers and the trainer connect. Port 0 or `*`: any free one (it is logged)."""
+    insecure_remote: bool = False
+    """Listen where other machines can connect although nothing is encrypted and nobody is authenticated:
+    for a network that you trust, a VPN or a tunnel."""
+    batch_groups: Annotated[int, Meta(ge=1)] = 16
+    """Groups per optimizer step."""
+    max_lag: Annotated[int, Meta(ge=0)] = 2
+    """Optimizer steps between the oldest policy that sampled a group and the one that trains it. 0:
+    synchronous."""
+    drop_no_signal: bool = True
+    """Leave out groups whose rewards are all equal: their advantages are zero."""
+    lease_s: Positive = 60.0
+    """A lease without a new token for this long is given back. Covers the queue inside an engine and a slow
+    reward function; progress (every heartbeat) extends it, so it need not cover a long generation."""
+    max_attempts: Annotated[int, Meta(ge=1)] = 3
+    """Failures (error, expiry, worker lost, result refused) after which a prompt is given up."""
+    straggler_hold_s: NotNegative = 5.0
+    """A full batch waits this long for a lease that would be too old for the next one. Without it the
+    longest samples are the ones that are dropped; with much more the trainer stands still for one slow
+    worker."""
+    heartbeat_s: Positive = 2.0
+    """Workers' heartbeat; after five missed ones a worker counts as gone."""
+    final_eval_s: NotNegative = 120.0
+    """Limit for the held-out evaluation of the final version."""
+    drain_s: NotNegative = 10.0
+    """Limit for the workers to leave after the last step."""
+
+
+class EvalConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """`[evaluation]`: mean reward on held-out prompts, measured by the same workers."""
+
+    every: Annotated[int, Meta(ge=0)] = 10
+    """Versions between two evaluations; version 0 and the final one are always measured. 0: no
+    evaluation."""
+    prompts: Annotated[int, Meta(ge=1)] = 64
+
+
+def check_bind(config: OrchestratorConfig) -> None:
+    """Raises ConfigError for an address that other machines can reach, unless that was asked for in so many
+    words."""
+    if not config.insecure_remote and not is_loopback(config.bind):
+        raise ConfigError(
+            f"orchestrator.bind = {config.bind!r} can be reached from other machines, and there are no "
+            "keys: anybody who connects could feed the trainer",
+            hint="bind to tcp://127.0.0.1:PORT and tunnel, or, on a network you trust, set "
+            "orchestrator.insecure_remote = true",
+        )

@@ -1,0 +1,444 @@
+"""What the orchestrator does with each message, and with the passing of time. No sockets, no clock: a
+message or a moment goes in, the messages to send come out, so a whole run can be played in a test.
+
+    receive(peer, message, now) ─┐
+                                 ├─► ledgers ─► advance: batch to the trainer, leases to workers ─► outgoing
+    tick(now) ───────────────────┘
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import TypeAlias
+
+from async_rl.envs.base import Environment, EnvironmentConfig
+from async_rl.errors import EnvironmentFailed, Malformed
+from async_rl.log import get_logger
+from async_rl.transport.base import printable
+from async_rl.wire import (
+    PROTOCOL,
+    Ack,
+    Announce,
+    AnyMessage,
+    Attach,
+    Attached,
+    Batch,
+    Bye,
+    Cancel,
+    Credit,
+    Drain,
+    EvalScore,
+    Failed,
+    Finish,
+    Finished,
+    Group,
+    GroupDone,
+    Heartbeat,
+    Hello,
+    Lease,
+    Nack,
+    NextBatch,
+    Published,
+    Refused,
+    RunSettings,
+    Sampling,
+    Status,
+    StatusRequest,
+    Welcome,
+)
+from orchestrator.acceptance import Fault, Requirements, examine
+from orchestrator.config import EvalConfig, OrchestratorConfig, SamplingConfig
+from orchestrator.handshake import UNKNOWN_WORKER, Refusal, refuse_attach, refuse_hello, refuse_trainer
+from orchestrator.leases import Held
+from orchestrator.ledger import name_of
+from orchestrator.pool import Failure
+from orchestrator.roster import Roster, Worker
+from orchestrator.seeds import seeds_of
+from orchestrator.session import Asked, Session
+from orchestrator.status import status_of
+from orchestrator.tally import Tally
+
+__all__ = ["Control", "Outgoing"]
+
+log = get_logger(__name__)
+
+Outgoing: TypeAlias = list[tuple[bytes, AnyMessage]]
+
+
+class Control:
+    def __init__(
+        self,
+        *,
+        environment: Environment,
+        environment_config: EnvironmentConfig,
+        sampling: SamplingConfig,
+        config: OrchestratorConfig,
+        evaluation: EvalConfig,
+        seed: int,
+        lease_ids: Iterator[int],
+        now: float,
+    ) -> None:
+        self._environment = environment
+        self._config = config
+        self._evaluation = evaluation
+        self._seed = seed
+        self._lease_ids = lease_ids
+        self._started = now
+        self._sampling = Sampling(sampling.temperature, sampling.max_tokens)
+        self._settings = RunSettings(
+            environment=environment_config.name,
+            environment_args=environment_config.args,
+            sampling=self._sampling,
+            group_size=sampling.group_size,
+            max_lag=config.max_lag,
+            heartbeat_s=config.heartbeat_s,
+        )
+        self._roster = Roster(config.heartbeat_s)
+        self._tally = Tally()
+        self._session: Session | None = None
+        self._leave_by: float | None = None  # set with Finished: workers have until then
+        self._out: Outgoing = []
+
+    # ---------------------------------------------------------------- in
+
+    def receive(self, peer: bytes, message: AnyMessage | Malformed, now: float) -> Outgoing:
+        self._out = []
+        match message:
+            case Malformed():
+                self._refuse(peer, Refusal("malformed", message.message, message.hint))
+            case StatusRequest():
+                self._send(peer, self.status(now))
+            case Attach():
+                self._on_attach(peer, message, now)
+            case NextBatch() | Published() | Finish():
+                session = self._trainer(peer, message.incarnation, now)
+                if session is not None:
+                    self._on_trainer(session, message, now)
+            case Hello():
+                self._on_hello(peer, message, now)
+            case Credit() | Heartbeat() | GroupDone() | Failed() | Bye():
+                self._on_worker(peer, message, now)
+            case _:
+                reason = f"{type(message).__name__} is a message that only the orchestrator sends"
+                self._refuse(peer, Refusal("malformed", reason))
+        self._advance(now)
+        return self._out
+
+    def tick(self, now: float) -> Outgoing:
+        """Time has passed: leases expire, silent workers are gone, holds and limits end."""
+        self._out = []
+        for worker in self._roster.silent(now):
+            log.warning("worker gone", worker=worker.name, silent_s=now - worker.last_seen)
+            self._release(worker, "its worker went silent", counted=True)
+        if self._session is not None:
+            self._note(self._session.ledger.expire(now))
+            self._note(self._session.evals.expire(now))
+        self._advance(now)
+        return self._out
+
+    def ended(self, now: float) -> bool:
+        """Whether the run is finished and the workers have left (or their time to do so is over)."""
+        return self._leave_by is not None and (not self._roster.here or now >= self._leave_by)
+
+    # ---------------------------------------------------------------- the trainer
+
+    def _on_attach(self, peer: bytes, attach: Attach, now: float) -> None:
+        old = self._session
+        if old is not None and (peer, attach.incarnation) == (old.peer, old.incarnation):
+            return self._send(peer, self._attached(old))  # it reconnected
+        refusal = refuse_attach(attach, old.attach if old else None, ended=self._leave_by is not None)
+        if refusal is not None:
+            return self._refuse(peer, refusal)
+        if old is not None:
+            self._take_evals(old)
+            self._cancel(old.close(), f"trainer incarnation {attach.incarnation} took over")
+        self._session = session = Session(
+            attach, peer, self._config, self._evaluation, self._lease_ids, self._tally, now
+        )
+        log.info(
+            "trainer attached", incarnation=attach.incarnation, step=attach.step, version=attach.version
+        )
+        if session.evals.due(attach.version):
+            session.evals.start(attach.version, attach.version_step)
+        self._send(peer, self._attached(session))
+        self._announce(session)
+
+    def _attached(self, session: Session) -> Attached:
+        return Attached(session.attach.run, self._config.max_lag, self._config.batch_groups)
+
+    def _trainer(self, peer: bytes, incarnation: int, now: float) -> Session | None:
+        """The session of this trainer; None, and a refusal, where it has none."""
+        session = self._session
+        attach, at = (session.attach, session.peer) if session is not None else (None, b"")
+        refusal = refuse_trainer(peer, incarnation, attach, at)
+        if refusal is not None:
+            self._refuse(peer, refusal)
+            return None
+        assert session is not None
+        session.heard = now
+        return session
+
+    def _on_trainer(self, session: Session, message: NextBatch | Published | Finish, now: float) -> None:
+        match message:
+            case NextBatch(step=step):
+                self._on_next_batch(session, step, now)
+            case Published(version=version, step=step):
+                if version > session.versions.newest and step >= session.versions.newest_step:
+                    session.versions.add(version, step, now)
+                    if session.evals.due(version):
+                        self._cancel(
+                            session.evals.start(version, step), "a newer version is being evaluated"
+                        )
+                    self._announce(session)
+            case Finish():
+                self._on_finish(session, message, now)
+
+    def _on_next_batch(self, session: Session, step: int, now: float) -> None:
+        if session.last_batch is not None and step == session.last_batch.step:
+            return self._send(session.peer, session.last_batch)  # asked again: the same answer
+        if step != session.ledger.next_step or session.finish_by is not None:
+            reason = f"step {step} was asked for, the next batch is for step {session.ledger.next_step}"
+            hint = "restart the trainer: it resumes from its checkpoint under a new incarnation"
+            return self._refuse(session.peer, Refusal("step", reason, hint))
+        session.step = step
+        if session.asked is None:
+            session.asked = Asked(step, now)
+
+    def _on_finish(self, session: Session, finish: Finish, now: float) -> None:
+        if session.finished is not None:
+            return self._send(session.peer, session.finished)
+        if session.finish_by is None:
+            session.step, session.asked = finish.step, None
+            session.finish_by = now + (self._config.final_eval_s if finish.evaluate else 0.0)
+            self._cancel(session.ledger.close(), "training is finished")
+            if finish.evaluate:
+                cancel = session.evals.start(session.versions.newest, session.versions.newest_step)
+                self._cancel(cancel, "the final version is being evaluated")
+            log.info("trainer finished", step=finish.step, version=session.versions.newest)
+
+    # ---------------------------------------------------------------- the workers
+
+    def _on_hello(self, peer: bytes, hello: Hello, now: float) -> None:
+        session = self._session
+        holder = self._roster.holder(hello.worker, peer)
+        ended = self._leave_by is not None
+        refusal = refuse_hello(hello, session.attach if session else None, holder, now, ended=ended)
+        if refusal is not None:
+            return self._refuse(peer, refusal)
+        assert session is not None, "without a trainer every Hello is refused"
+        if self._roster.at(peer) is None:
+            log.info("worker joined", worker=hello.worker, cluster=hello.cluster, engine=hello.engine)
+        self._roster.join(hello, peer, now)
+        self._send(peer, Welcome(PROTOCOL, session.attach.run, self._settings, session.versions.newest))
+
+    def _on_worker(
+        self, peer: bytes, message: Credit | Heartbeat | GroupDone | Failed | Bye, now: float
+    ) -> None:
+        worker = self._roster.at(peer)
+        session = self._session
+        if worker is None or session is None:
+            if not isinstance(message, Bye):
+                self._refuse(peer, UNKNOWN_WORKER)
+            return
+        worker.last_seen = now
+        match message:
+            case Credit(capacity=capacity, version=version):
+                worker.capacity, worker.version = capacity, version
+                if worker.state == "starting" and version >= 0:
+                    worker.state = "serving"
+            case Heartbeat():
+                self._on_heartbeat(session, worker, message, now)
+            case GroupDone(lease=lease, group=group):
+                self._on_group(session, worker, lease, group, now)
+            case Failed():
+                self._fail(session, worker, message, now)
+            case Bye(reason=reason):
+                log.info("worker left", worker=worker.name, reason=reason)
+                self._roster.remove(worker)
+                self._release(worker, "its worker left", counted=False)
+
+    def _on_heartbeat(self, session: Session, worker: Worker, beat: Heartbeat, now: float) -> None:
+        self._roster.beat(worker, beat)
+        for report in beat.progress:
+            session.ledger.progress(report, worker.name, now)
+            session.evals.progress(report, worker.name, now)
+        # Leases of a former life of this orchestrator, or whose Cancel was lost: nobody waits for them.
+        useless = tuple(r.lease for r in beat.progress if not session.wants(r.lease, worker.name))
+        if useless:
+            self._send(worker.peer, Cancel(useless, "not needed any more"))
+
+    def _on_group(self, session: Session, worker: Worker, lease: int, group: Group, now: float) -> None:
+        key = group.key
+        desk = session.evals if key.split == "eval" else session.ledger
+        if desk.settled(key):  # delivered before, by this worker or another: it may forget it
+            return self._send(worker.peer, Ack(lease, key))
+        if not desk.pool.expects(lease, key, worker.name):
+            return self._nack(worker, lease, group, Fault("lease", "this lease is unknown or was given up"))
+        need = Requirements(
+            samples=1 if key.split == "eval" else self._settings.group_size,
+            max_tokens=self._sampling.max_tokens,
+            vocab_size=session.attach.vocab_size,
+            reward_range=self._environment.reward_range,
+            oldest_version=key.group if key.split == "eval" else 0,
+        )
+        result = examine(group, need, session.versions)
+        if isinstance(result, Fault):
+            self._nack(worker, lease, group, result)
+            reason = f"{worker.name}: {result.code}: {result.detail}"
+            if key.split == "eval":
+                self._note(session.evals.fail(lease, worker.name, reason, counted=result.counts))
+            else:
+                self._note(session.ledger.fail(lease, worker.name, reason, now, counted=result.counts))
+            return
+        if key.split == "eval":
+            obsolete = session.evals.deliver(lease, worker.name, group)
+        else:
+            obsolete = session.ledger.deliver(lease, worker.name, group, result, now).obsolete
+        worker.groups_done += 1
+        self._send(worker.peer, Ack(lease, key))
+        if obsolete is not None:
+            self._cancel([obsolete], "another worker delivered it")
+
+    def _nack(self, worker: Worker, lease: int, group: Group, fault: Fault) -> None:
+        self._tally.refused[fault.code] += 1
+        key = name_of(group.key)
+        log.warning("group refused", worker=worker.name, key=key, reason=fault.code, detail=fault.detail)
+        self._send(worker.peer, Nack(lease, group.key, f"{fault.code}: {fault.detail}"))
+
+    def _fail(self, session: Session, worker: Worker, failed: Failed, now: float) -> None:
+        reason = f"{worker.name}: {failed.reason}"
+        counted = not failed.returned
+        if failed.key.split == "eval":
+            self._note(session.evals.fail(failed.lease, worker.name, reason, counted=counted))
+        else:
+            self._note(session.ledger.fail(failed.lease, worker.name, reason, now, counted=counted))
+
+    def _release(self, worker: Worker, reason: str, *, counted: bool) -> None:
+        """A worker is not here any more: its leases go back."""
+        if self._session is not None:
+            self._note(self._session.ledger.worker_left(worker.name, reason, counted=counted))
+            self._note(self._session.evals.worker_left(worker.name, reason, counted=counted))
+
+    def _note(self, failures: Iterable[Failure]) -> None:
+        for failure in failures:
+            write = log.warning if failure.given_up else log.debug
+            event = "prompt given up" if failure.given_up else "lease given back"
+            write(event, key=name_of(failure.key), worker=failure.worker, reason=failure.reason)
+
+    # ---------------------------------------------------------------- moving on
+
+    def _advance(self, now: float) -> None:
+        """Whatever has become possible."""
+        session = self._session
+        if session is not None and session.finished is None:
+            self._answer(session, now)
+            self._grant(session, now)
+            self._finish(session, now)
+
+    def _answer(self, session: Session, now: float) -> None:
+        """The trainer waits for: a full batch, and no straggler (or the end of the hold)."""
+        asked = session.asked
+        if asked is None or not session.ledger.readiness(now).ready:
+            return
+        step = session.ledger.next_step
+        stored = session.ledger.form_batch(now)
+        self._tally.batch(stored, step)
+        session.asked = None
+        session.last_batch = Batch(
+            incarnation=session.incarnation,
+            step=step,
+            groups=tuple(each.group for each in stored),
+            lags=tuple(each.lags(step) for each in stored),
+            frontier=session.ledger.frontier,
+            dropped=dict(self._tally.dropped),
+            evals=self._take_evals(session),
+            waited_s=now - asked.since,
+        )
+        self._send(session.peer, session.last_batch)
+
+    def _grant(self, session: Session, now: float) -> None:
+        """Leases, one at a time to the emptiest worker: evaluation first, then training as admission
+        allows."""
+        leases = {worker.name: session.leases(worker.name) for worker in self._roster.here}
+        while True:
+            for worker in self._roster.by_load(leases):
+                held = session.evals.lease(worker.name, worker.version, session.versions, now)
+                if held is None and session.finish_by is None:
+                    held = session.ledger.lease(worker.name, worker.version, now)
+                if held is not None:
+                    break
+            else:
+                return
+            self._roster.granted(worker)
+            leases[worker.name] += 1
+            self._send(worker.peer, self._lease(session, held))
+
+    def _lease(self, session: Session, held: Held) -> Lease:
+        key = held.key
+        evaluation = key.split == "eval"
+        try:
+            prompt = self._environment.prompt(key.split, key.ordinal)
+        except Exception as error:  # the user's code
+            raise EnvironmentFailed(
+                f"environment {self._settings.environment!r} raised for {key.split} prompt {key.ordinal}: "
+                f"{error!r}",
+                hint="an environment gives a prompt for every ordinal; fix it and start again",
+            ) from error
+        oldest = (
+            key.group
+            if evaluation
+            else session.versions.oldest_at(session.ledger.next_step - self._config.max_lag)
+        )
+        return Lease(
+            lease=held.lease,
+            key=key,
+            prompt=prompt,
+            seeds=seeds_of(self._seed, key, 1 if evaluation else self._settings.group_size),
+            sampling=self._sampling,
+            deadline_s=self._config.lease_s,
+            oldest_version=oldest,
+        )
+
+    def _finish(self, session: Session, now: float) -> None:
+        """The end waits for: the last evaluations, or their limit. Workers are told first: Finished ends
+        us."""
+        if session.finish_by is None or (session.evals.open and now < session.finish_by):
+            return
+        self._cancel(session.evals.give_up_all(), "the run is finished")
+        for worker in self._roster.here:
+            self._send(worker.peer, Drain("the run is finished"))
+        session.finished = Finished(self._take_evals(session))
+        self._leave_by = now + self._config.drain_s
+        self._send(session.peer, session.finished)
+
+    def _take_evals(self, session: Session) -> tuple[EvalScore, ...]:
+        scores = session.evals.take_finished()
+        self._tally.evals.extend(scores)
+        return scores
+
+    # ---------------------------------------------------------------- out
+
+    def status(self, now: float) -> Status:
+        return status_of(self._session, self._tally, self._roster, self._config, self._started, now)
+
+    def _send(self, peer: bytes, message: AnyMessage) -> None:
+        self._out.append((peer, message))
+
+    def _announce(self, session: Session) -> None:
+        for worker in self._roster.here:
+            self._send(worker.peer, Announce(session.versions.newest, session.versions.newest_step))
+
+    def _cancel(self, held: Iterable[Held], reason: str) -> None:
+        by_worker: dict[str, list[int]] = defaultdict(list)
+        for each in held:
+            by_worker[each.worker].append(each.lease)
+        for name, leases in by_worker.items():
+            worker = self._roster.get(name)
+            if worker is not None and worker.gone_since is None:
+                self._send(worker.peer, Cancel(tuple(leases), reason))
+
+    def _refuse(self, peer: bytes, refusal: Refusal) -> None:
+        self._tally.refused[refusal.code] += 1
+        log.debug("refused", peer=printable(peer), code=refusal.code, reason=refusal.reason)
+        self._send(peer, Refused(refusal.reason, refusal.hint, refusal.retry))

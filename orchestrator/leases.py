@@ -1,0 +1,77 @@
+"""Leases: who generates which group, until when.
+
+A lease ends in exactly one way: its result arrives, it fails, it expires, or its worker leaves. Only growth
+in generated tokens extends it: a worker that was stopped (SIGSTOP, a dead network) keeps nothing by having
+been busy.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+import msgspec
+
+from async_rl.wire import Key
+
+__all__ = ["Held", "LeaseTable"]
+
+
+class Held(msgspec.Struct):
+    """One group in one worker's hands."""
+
+    lease: int
+    key: Key
+    worker: str
+    step: int  # that the policy held which the worker served when it got the lease: no token will be older
+    deadline: float
+    tokens: int = 0
+
+
+class LeaseTable:
+    """`ids` is shared by all tables of one orchestrator, so a number names one lease only."""
+
+    def __init__(self, ids: Iterator[int], lease_s: float) -> None:
+        self._ids = ids
+        self._lease_s = lease_s
+        self._held: dict[int, Held] = {}
+        self._of_worker: dict[str, set[int]] = defaultdict(set)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __iter__(self) -> Iterator[Held]:
+        return iter(self._held.values())
+
+    def count(self, worker: str) -> int:
+        return len(self._of_worker.get(worker, ()))
+
+    def grant(self, key: Key, worker: str, step: int, now: float) -> Held:
+        held = Held(next(self._ids), key, worker, step, now + self._lease_s)
+        self._held[held.lease] = held
+        self._of_worker[worker].add(held.lease)
+        return held
+
+    def get(self, lease: int, worker: str) -> Held | None:
+        """The lease, if it is this worker's."""
+        held = self._held.get(lease)
+        return held if held is not None and held.worker == worker else None
+
+    def progress(self, lease: int, worker: str, tokens: int, now: float) -> None:
+        held = self.get(lease, worker)
+        if held is not None and tokens > held.tokens:
+            held.tokens = tokens
+            held.deadline = now + self._lease_s
+
+    def end(self, held: Held) -> None:
+        del self._held[held.lease]
+        mine = self._of_worker[held.worker]
+        mine.discard(held.lease)
+        if not mine:
+            del self._of_worker[held.worker]
+
+    def expired(self, now: float) -> list[Held]:
+        return [held for held in self._held.values() if held.deadline <= now]
+
+    def of_worker(self, worker: str) -> list[Held]:
+        return [self._held[lease] for lease in sorted(self._of_worker.get(worker, ()))]

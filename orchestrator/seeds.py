@@ -1,0 +1,20 @@
+"""Seeds: the same group always asks for the same samples, whoever generates it, and however often."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+from async_rl.wire import Key
+
+__all__ = ["seeds_of"]
+
+
+def seeds_of(run_seed: int, key: Key, samples: int) -> tuple[int, ...]:
+    """One per sample, 31 bits (engines take a signed 32-bit seed)."""
+    return tuple(
+        _seed(f"{run_seed}/{key.split}/{key.ordinal}/{key.group}/{sample}") for sample in range(samples)
+    )
+
+
+def _seed(name: str) -> int:
+    return int.from_bytes(blake2b(name.encode(), digest_size=4).digest(), "little") & 0x7FFFFFFF

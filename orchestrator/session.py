@@ -1,0 +1,90 @@
+"""One trainer incarnation's hold on the run: its versions, its ledger, its evaluations, and what it asked
+for last.
+
+A newer incarnation gets a new session. Nothing of the old one is carried over: its versions lie on another
+branch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from async_rl.wire import Attach, Batch, Finished
+from orchestrator.config import EvalConfig, OrchestratorConfig
+from orchestrator.evals import Evaluations
+from orchestrator.leases import Held
+from orchestrator.ledger import GroupLedger
+from orchestrator.tally import Tally
+from orchestrator.versions import Versions
+
+__all__ = ["Asked", "Session"]
+
+
+SILENT_S = 15.0
+"""A waiting trainer repeats its request every two seconds (transport/link.py)."""
+
+
+class Asked(msgspec.Struct):
+    """A NextBatch that is not answered yet."""
+
+    step: int
+    since: float
+
+
+class Session:
+    def __init__(
+        self,
+        attach: Attach,
+        peer: bytes,
+        config: OrchestratorConfig,
+        evaluation: EvalConfig,
+        ids: Iterator[int],
+        tally: Tally,
+        now: float,
+    ) -> None:
+        self.attach = attach
+        self.peer = peer
+        self.heard = now
+        self.step = attach.step  # optimizer steps done, as far as the trainer has told
+        self.versions = Versions(attach.version, attach.version_step, now)
+        self.ledger = GroupLedger(
+            config,
+            self.versions,
+            ids,
+            step=attach.step,
+            frontier=attach.frontier,
+            dropped=tally.dropped,
+            dead_letters=tally.dead_letters,
+        )
+        self.evals = Evaluations(evaluation, ids, lease_s=config.lease_s, max_attempts=config.max_attempts)
+        self.asked: Asked | None = None
+        self.last_batch: Batch | None = None
+        self.finish_by: float | None = None  # set by Finish: when the last evaluation is given up
+        self.finished: Finished | None = None
+
+    @property
+    def incarnation(self) -> int:
+        return self.attach.incarnation
+
+    def state(self, now: float) -> str:
+        """The trainer, for Status. One that waits asks again every few seconds; one that trains says
+        nothing."""
+        if self.finished is not None:
+            return "finished"
+        if (self.asked or self.finish_by is not None) and now - self.heard > SILENT_S:
+            return "absent"
+        if self.finish_by is not None:
+            return "finishing"
+        return "waiting" if self.asked is not None else "training"
+
+    def leases(self, worker: str) -> int:
+        return self.ledger.pool.count(worker) + self.evals.pool.count(worker)
+
+    def wants(self, lease: int, worker: str) -> bool:
+        return self.ledger.pool.wants(lease, worker) or self.evals.pool.wants(lease, worker)
+
+    def close(self) -> list[Held]:
+        """The leases to cancel when another incarnation takes over."""
+        return self.ledger.close() + self.evals.give_up_all()

@@ -1,0 +1,82 @@
+"""The one consistent picture that `async-rl lag` and exporters show."""
+
+from __future__ import annotations
+
+from async_rl.wire import Status, WorkerStatus
+from orchestrator.config import OrchestratorConfig
+from orchestrator.roster import Roster, Worker
+from orchestrator.session import Session
+from orchestrator.tally import Tally
+from orchestrator.versions import Versions
+
+__all__ = ["status_of"]
+
+DEAD_LETTERS_SHOWN = 20
+
+
+def status_of(
+    session: Session | None,
+    tally: Tally,
+    roster: Roster,
+    config: OrchestratorConfig,
+    started: float,
+    now: float,
+) -> Status:
+    """`session`: None before a trainer has attached."""
+    versions = session.versions if session else None
+    step = max(session.step, session.versions.newest_step) if session else 0
+    return Status(
+        run=session.attach.run if session else "",
+        incarnation=session.incarnation if session else -1,
+        trainer=session.state(now) if session else "absent",
+        step=step,
+        newest_version=versions.newest if versions else -1,
+        newest_version_step=versions.newest_step if versions else -1,
+        newest_version_age_s=(versions.age_s(versions.newest, now) or 0.0) if versions else 0.0,
+        max_lag=config.max_lag,
+        batch_groups=config.batch_groups,
+        buffered=session.ledger.buffered if session else 0,
+        outstanding=session.ledger.outstanding if session else 0,
+        admitted_limit=session.ledger.admitted_limit(session.versions.newest) if session else 0,
+        trained_groups=step * config.batch_groups,
+        lag_p50=tally.lag(0.5),
+        lag_p95=tally.lag(0.95),
+        lag_max=max(tally.lag_counts, default=0),
+        lag_counts=dict(tally.lag_counts),
+        dropped=dict(tally.dropped),
+        reward=tally.reward,
+        evals=(*tally.evals, *(session.evals.untold if session else ())),
+        workers=tuple(
+            _worker_status(worker, session.leases(worker.name) if session else 0, step, versions, now)
+            for worker in roster
+        ),
+        uptime_s=now - started,
+        dead_letters=tuple(tally.dead_letters)[-DEAD_LETTERS_SHOWN:],
+        refused=dict(tally.refused),
+    )
+
+
+def _worker_status(
+    worker: Worker, leases: int, step: int, versions: Versions | None, now: float
+) -> WorkerStatus:
+    held = versions.step_of(worker.version) if versions is not None else None
+    age_s = versions.age_s(worker.version, now) if versions is not None else None
+    beat = worker.beat
+    return WorkerStatus(
+        worker=worker.name,
+        cluster=worker.cluster,
+        state=worker.state,
+        version=worker.version,
+        lag=-1 if held is None else max(0, step - held),
+        age_s=-1.0 if age_s is None else age_s,
+        fetching_version=beat.fetching_version if beat else -1,
+        fetched_fraction=beat.fetched_fraction if beat else 0.0,
+        tokens_per_s=beat.tokens_per_s if beat and worker.gone_since is None else 0.0,
+        leases=leases,
+        running=beat.running if beat else 0,
+        queued=beat.queued if beat else 0,
+        groups_done=worker.groups_done,
+        sync_bytes=beat.sync_bytes if beat else 0,
+        pause_s=beat.pause_s if beat else 0.0,
+        last_seen_s=now - worker.last_seen,
+    )
