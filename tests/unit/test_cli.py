@@ -34,7 +34,8 @@ def test_help_loads_nothing_heavy():
 def test_every_command_has_help_and_needs_no_torch_for_it(command):
     code = (
         "import sys\nfrom async_rl.cli.main import cli\n"
-        f"try: cli.main([{command!r}, '--help'], prog_name='async-rl')\nexcept SystemExit as e: assert not e.code\n"
+        f"try: cli.main([{command!r}, '--help'], prog_name='async-rl')\n"
+        "except SystemExit as e: assert not e.code\n"
         "print('LOADED', [m for m in ('torch', 'vllm', 'transformers') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -59,7 +59,8 @@ def test_stopping_a_fleet_ends_children_and_grandchildren(manner, tmp_path):
 def test_children_of_a_killed_parent_get_a_sigterm(tmp_path):
     parent = (
         "import sys, signal\nfrom async_rl.procs import Fleet\nfleet = Fleet()\n"
-        f"fleet.start('family', [sys.executable, '-c', {FAMILY!r}, 'obedient', sys.argv[1]])\nsignal.pause()\n"
+        f"fleet.start('family', [sys.executable, '-c', {FAMILY!r}, 'obedient', sys.argv[1]])\n"
+        "signal.pause()\n"
     )
     process = subprocess.Popen([sys.executable, "-c", parent, str(tmp_path / "pids")])
     wait_for((tmp_path / "pids").exists, "the family to start")
