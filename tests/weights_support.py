@@ -72,9 +72,10 @@ class _MemoryUpload:
 
 
 class ScriptedStore:
-    """Another store, with cues: `store.on("put_if_absent", "versions/", action)` runs `action` before the next such
-    operation; what it raises the caller sees, and bytes that it returns are the answer. With `lost_answer` the
-    operation is carried out before the action too: a retry after an answer that never came."""
+    """Another store, with cues: `store.on("put_if_absent", "versions/", action)` runs `action` before the
+    next such operation; what it raises the caller sees, and bytes that it returns are the answer. With
+    `lost_answer` the operation is carried out before the action too: a retry after an answer that never
+    came."""
 
     def __init__(self, inner: ObjectStore) -> None:
         self.inner = inner
@@ -171,3 +172,27 @@ def shapes(**changed: tuple[int, ...]) -> dict[str, Any]:
     """Something with the tensors' shapes, by name; `_` stands for the dots of a changed name."""
     table = {**SHAPES, **{name.replace("_", "."): shape for name, shape in changed.items()}}
     return {name: np.broadcast_to(np.int8(0), shape) for name, shape in table.items()}
+
+
+def tiny_qwen3(folder: Path, tied: bool) -> tuple[Any, Path]:
+    """A random Qwen3 in fp32 and its model folder (without weights), the same in every process. Its row
+    counts are odd, so that shards are uneven."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=45,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        head_dim=8,
+        tie_word_embeddings=tied,
+    )
+    torch.manual_seed(1)
+    model_dir = folder / f"qwen3-{'tied' if tied else 'untied'}"
+    model = Qwen3ForCausalLM(config)
+    model.config.save_pretrained(model_dir)
+    model.generation_config.save_pretrained(model_dir)
+    return model, model_dir

@@ -18,7 +18,8 @@ class WeightsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     again."""
     publish_limit_s: Positive = 600.0
     """A version that is not committed after this long (the store is away) is given up, and the trainer is
-    told. Ten minutes outlast the restart of a store or of a gateway; beyond that somebody has to look."""
+    told. Ten minutes outlast the restart of a store or of a gateway; beyond that somebody has to look. It
+    must be longer than one upload of the model takes."""
     poll_s: Positive = 2.0
     """How often a subscriber looks for a new version when no hint arrives, jittered by half. A list request
     costs about half a thousandth of a cent: 0.2 $ per worker and day at S3's prices."""

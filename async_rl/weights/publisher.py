@@ -78,7 +78,7 @@ class Publisher:
         """Raises on every rank what any of them finds: ModelMismatch, or WeightsError for a placement."""
         self._store, self._run, self._claim, self._config = store, run, claim, config
         self._on_commit = on_commit
-        self._ranks: Ranks = open_ranks(config.publish_limit_s)
+        self._ranks: Ranks = open_ranks(config.publish_limit_s + _LAST_ATTEMPT_S)
         self._plans = plan_packs(run.tensors, run.dtype, config.pack_bytes)
         self._owners = assign_owners([plan.nbytes for plan in self._plans], self._ranks.size)
         try:

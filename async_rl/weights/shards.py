@@ -38,6 +38,7 @@ class Snapshot:
         self._parameters = _select(run, parameters)
         for spec in run.tensors:
             _check_placement(spec, self._parameters[spec.name], rank, ranks)
+        self._on_gpu = any(tensor.device.type == "cuda" for tensor in self._parameters.values())
         dtype = TORCH_DTYPES[run.dtype]
         self._buffers = {
             name: torch.empty(_local(tensor).shape, dtype=dtype, pin_memory=tensor.device.type == "cuda")
@@ -50,8 +51,8 @@ class Snapshot:
         for name, tensor in self._parameters.items():
             buffer = self._buffers[name]
             buffer.copy_(_local(tensor).to(buffer.dtype), non_blocking=True)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        if self._on_gpu:
+            torch.cuda.synchronize()  # before the optimizer may change what is still being copied
 
     def sources(self, spec: TensorSpec, owner: int) -> Iterator[tuple[int, int]]:
         """(rank, bytes) of the pieces of a tensor in their order; empty pieces are left out."""

@@ -27,7 +27,15 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from async_rl.errors import Corrupt, NotFound, StoreError, WeightsError
+from async_rl.errors import (
+    AccessDenied,
+    BucketMissing,
+    Corrupt,
+    NotFound,
+    StoreError,
+    StoreUnavailable,
+    WeightsError,
+)
 from async_rl.log import get_logger
 from async_rl.store.base import ObjectStore
 from async_rl.weights.config import WeightsConfig
@@ -251,7 +259,9 @@ def _download(
 def _fetch_part(store: ObjectStore, pack: Pack, path: Path, start: int, length: int) -> int:
     try:
         data = store.get(pack.key, start, length)
-    except StoreError:
+    except (StoreUnavailable, AccessDenied, BucketMissing):
+        raise
+    except StoreError:  # not there, or shorter than what was asked for
         _explain(store, pack)
         raise
     if len(data) != length:

@@ -1,0 +1,113 @@
+"""A published version is the trainer's weights, bit by bit, whatever the number of ranks that wrote it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from async_rl.store import ObjectStore, open_store
+from async_rl.weights.config import WeightsConfig
+from async_rl.weights.lineage import claim, read_manifest
+from async_rl.weights.publisher import Publisher
+from async_rl.weights.run import ensure_run, open_run
+from async_rl.weights.subscriber import Subscriber, pull
+from tests.weights_support import tiny_qwen3
+
+SMALL = WeightsConfig(pack_bytes=4000)  # as in publish_rank.py
+LIMIT_S = 90
+
+
+def start_ranks(ranks: int, *args: str) -> None:
+    script = Path(__file__).with_name("publish_rank.py")
+    root = Path(__file__).parents[2]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH", "")]))
+    done = subprocess.run(
+        [*launch, str(script), *args],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+
+
+def publish_alone(store: ObjectStore, folder: Path, tied: bool) -> Any:
+    """Version 0 by a single process without torch.distributed; the model."""
+    model, model_dir = tiny_qwen3(folder, tied)
+    parameters = dict(model.named_parameters())
+    run = ensure_run(store, model_dir, parameters)
+    with Publisher(store, run, claim(store), parameters, SMALL) as publisher:
+        publisher.publish(0)
+        publisher.flush(LIMIT_S)
+    return model
+
+
+def load(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    return model
+
+
+def same_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(
+        left[name].dtype == right[name].dtype == torch.bfloat16
+        and torch.equal(left[name].view(torch.int16), right[name].view(torch.int16))
+        for name in left
+    )
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_one_rank_from_pretrained_gives_the_trainers_16_bit_weights(
+    s3_url: str, tmp_path: Path, tied: bool
+) -> None:
+    store = open_store(s3_url)
+    model = publish_alone(store, tmp_path, tied)
+    pulled = load(pull(store, 0, tmp_path / "pulled"))
+    assert pulled.dtype == torch.bfloat16
+    assert (pulled.lm_head.weight is pulled.model.embed_tokens.weight) is tied
+    assert same_bits(pulled.state_dict(), model.to(torch.bfloat16).state_dict())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LIMIT_S + 30)
+def test_two_ranks_under_fully_shard_publish_what_one_rank_publishes(s3_url: str, tmp_path: Path) -> None:
+    start_ranks(2, "fsdp", s3_url, str(tmp_path))
+    for name, tied in (("tied", True), ("untied", False)):
+        store = open_store(f"{s3_url}/{name}")
+        alone = open_store(f"{s3_url}/{name}-alone")
+        publish_alone(alone, tmp_path, tied)
+        first, second = read_manifest(store, 0), read_manifest(store, 1)
+        expected = read_manifest(alone, 0)
+        assert (first.digest, first.weight_map) == (expected.digest, expected.weight_map)
+        assert {pack.key.split("-")[2] for pack in first.packs} == {"0", "1"}  # both ranks wrote
+        assert second.digest != first.digest and second.parent == 0
+
+        pulled = load(pull(store, 1, tmp_path / f"pulled-{name}"))
+        trained = load_file(tmp_path / f"{name}.safetensors")
+        assert same_bits(dict(pulled.named_parameters()), trained)
+        assert (pulled.lm_head.weight is pulled.model.embed_tokens.weight) is tied
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LIMIT_S + 30)
+def test_four_ranks_with_short_and_empty_shards_stay_in_step_through_every_failure(tmp_path: Path) -> None:
+    store = open_store(f"file://{tmp_path}/store")
+    start_ranks(4, "uneven", store.url, str(tmp_path))
+    subscriber = Subscriber(store, open_run(store), tmp_path / "cache", WeightsConfig())
+    for version in (0, 1, 3):
+        local = subscriber.fetch(read_manifest(store, version))
+        fetched: dict[str, torch.Tensor] = {}
+        for shard in local.shards:
+            fetched |= load_file(shard)
+        assert same_bits(fetched, load_file(tmp_path / "whole.safetensors"))
