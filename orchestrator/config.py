@@ -58,7 +58,7 @@ class OrchestratorConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EvalConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """`[evaluation]`: mean reward on held-out prompts, measured by the same workers."""
+    """`[eval]`: mean reward on held-out prompts, measured by the same workers."""
 
     every: Annotated[int, Meta(ge=0)] = 10
     """Versions between two evaluations; version 0 and the final one are always measured. 0: no

@@ -50,8 +50,7 @@ from async_rl.wire import (
 from orchestrator.acceptance import Fault, Requirements, examine
 from orchestrator.config import EvalConfig, OrchestratorConfig, SamplingConfig
 from orchestrator.handshake import UNKNOWN_WORKER, Refusal, refuse_attach, refuse_hello, refuse_trainer
-from orchestrator.leases import Held
-from orchestrator.ledger import name_of
+from orchestrator.leases import Held, name_of
 from orchestrator.pool import Failure
 from orchestrator.roster import Roster, Worker
 from orchestrator.seeds import seeds_of

@@ -8,13 +8,14 @@ begun by a trainer that is faster than its workers, gives up the oldest. Pure: t
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Iterator
 
 import msgspec
 
 from async_rl.wire import EvalScore, Group, Key, LeaseProgress
 from orchestrator.config import EvalConfig
-from orchestrator.leases import Held, LeaseTable
+from orchestrator.leases import Held, LeaseTable, name_of
 from orchestrator.pool import Failure, PromptPool
 from orchestrator.versions import Versions
 
@@ -32,10 +33,21 @@ class _Open(msgspec.Struct):
 
 
 class Evaluations:
+    """`dropped` and `dead_letters` are those of the ledger: held-out prompts that were given up, one by one
+    or with their evaluation, count as `evaluation`."""
+
     def __init__(
-        self, config: EvalConfig, ids: Iterator[int], *, lease_s: float, max_attempts: int
+        self,
+        config: EvalConfig,
+        ids: Iterator[int],
+        *,
+        lease_s: float,
+        max_attempts: int,
+        dropped: Counter[str],
+        dead_letters: deque[tuple[str, str]],
     ) -> None:
-        self.unscored = 0  # held-out prompts that were given up, one by one or with their evaluation
+        self._dropped = dropped
+        self._dead_letters = dead_letters
         self._config = config
         self._pool = PromptPool(LeaseTable(ids, lease_s), max_attempts)
         self._open: dict[int, _Open] = {}
@@ -117,7 +129,8 @@ class Evaluations:
             if failure.given_up:
                 open_ = self._open[failure.key.group]
                 open_.failed += 1
-                self.unscored += 1
+                self._dropped["evaluation"] += 1
+                self._dead_letters.append((name_of(failure.key), failure.reason))
                 self._maybe_finish(open_)
         return failures
 
@@ -135,5 +148,5 @@ class Evaluations:
         del self._open[version]
         keys = [Key("eval", ordinal, version) for ordinal in range(self._config.prompts)]
         waiting = [key for key in keys if key in self._pool]
-        self.unscored += len(waiting)
+        self._dropped["evaluation"] += len(waiting)
         return [held for key in waiting if (held := self._pool.drop(key)) is not None]

@@ -14,7 +14,7 @@ import msgspec
 
 from async_rl.wire import Key
 
-__all__ = ["Held", "LeaseTable"]
+__all__ = ["Held", "LeaseTable", "name_of"]
 
 
 class Held(msgspec.Struct):
@@ -75,3 +75,8 @@ class LeaseTable:
 
     def of_worker(self, worker: str) -> list[Held]:
         return [self._held[lease] for lease in sorted(self._of_worker.get(worker, ()))]
+
+
+def name_of(key: Key) -> str:
+    """A key for people: train/17, eval/3@12 (prompt 3, version 12)."""
+    return f"{key.split}/{key.ordinal}" + (f"@{key.group}" if key.split == "eval" else "")

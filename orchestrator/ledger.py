@@ -33,7 +33,7 @@ import msgspec
 
 from async_rl.wire import Group, Key, LeaseProgress
 from orchestrator.config import OrchestratorConfig
-from orchestrator.leases import Held, LeaseTable
+from orchestrator.leases import Held, LeaseTable, name_of
 from orchestrator.pool import Failure, PromptPool
 from orchestrator.versions import Versions
 
@@ -230,8 +230,3 @@ class GroupLedger:
                 self.dead_letters.append((name_of(failure.key), failure.reason))
                 self._given_up.append(failure.key)
         return failures
-
-
-def name_of(key: Key) -> str:
-    """A key for people: train/17, eval/3@12 (prompt 3, version 12)."""
-    return f"{key.split}/{key.ordinal}" + (f"@{key.group}" if key.split == "eval" else "")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from async_rl.envs.base import Environment, EnvironmentConfig
 from async_rl.log import get_logger
-from async_rl.transport.base import Listener
+from async_rl.transport.base import Listener, from_here
 from async_rl.transport.zmq import ZmqListener
 from orchestrator.config import EvalConfig, OrchestratorConfig, SamplingConfig, check_bind
 from orchestrator.control import Control
@@ -76,9 +76,9 @@ def run_orchestrator(
 ) -> None:
     """Serve one run until it is finished, or until SIGTERM or SIGINT. Blocking: the entry of the process.
 
-    `address_file`: where to write the bound address, for a parent that asked for port 0. Raises ConfigError
-    where the address is taken, can't be bound, or could be reached from other machines without leave;
-    EnvironmentFailed where the environment has no prompt.
+    `address_file`: where to write the address for this machine's processes, for a parent that asked for
+    port 0. Raises ConfigError where the address is taken, can't be bound, or could be reached from other
+    machines without leave; EnvironmentFailed where the environment has no prompt.
     """
     check_bind(config)
 
@@ -103,7 +103,7 @@ def run_orchestrator(
                 asyncio.get_running_loop().add_signal_handler(signum, stop.set)
             log.info("orchestrator listening", address=listener.address)
             if address_file is not None:
-                _write_whole(address_file, listener.address)
+                _write_whole(address_file, from_here(listener.address))
             await serve(listener, control, stop=stop)
             log.info("orchestrator stopped" if stop.is_set() else "run finished")
         finally:

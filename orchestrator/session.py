@@ -58,7 +58,14 @@ class Session:
             dropped=tally.dropped,
             dead_letters=tally.dead_letters,
         )
-        self.evals = Evaluations(evaluation, ids, lease_s=config.lease_s, max_attempts=config.max_attempts)
+        self.evals = Evaluations(
+            evaluation,
+            ids,
+            lease_s=config.lease_s,
+            max_attempts=config.max_attempts,
+            dropped=tally.dropped,
+            dead_letters=tally.dead_letters,
+        )
         self.asked: Asked | None = None
         self.last_batch: Batch | None = None
         self.finish_by: float | None = None  # set by Finish: when the last evaluation is given up

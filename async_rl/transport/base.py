@@ -33,6 +33,7 @@ __all__ = [
     "Dialer",
     "Listener",
     "frame_of",
+    "from_here",
     "is_loopback",
     "message_of",
     "new_identity",
@@ -101,6 +102,11 @@ def is_loopback(address: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:  # `*`, an interface, a host name
         return False
+
+
+def from_here(address: str) -> str:
+    """The address by which this machine reaches a listener bound to every interface."""
+    return address.replace("tcp://0.0.0.0:", "tcp://127.0.0.1:").replace("tcp://[::]:", "tcp://127.0.0.1:")
 
 
 def frame_of(message: AnyMessage, limit: int) -> bytes:

@@ -69,7 +69,7 @@ class _Line:
         self.address = address
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        configure(self._socket, MAX_BATCH_BYTES, HIGH_WATER)
+        configure(self._socket, address, MAX_BATCH_BYTES, HIGH_WATER)
         self._socket.setsockopt(zmq.IDENTITY, new_identity(name))
         try:
             connect(self._socket, address)

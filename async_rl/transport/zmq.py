@@ -40,7 +40,7 @@ class ZmqListener:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._max_bytes = max_bytes
-        configure(self._socket, max_bytes, high_water)
+        configure(self._socket, address, max_bytes, high_water)
         # A reconnecting peer arrives with its old identity while the old connection may still look alive:
         # without the handover the ROUTER would refuse it until TCP gives up.
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
@@ -102,7 +102,7 @@ class ZmqDialer:
         self._send_limit_s = send_limit_s
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        configure(self._socket, max_bytes, high_water)
+        configure(self._socket, address, max_bytes, high_water)
         self._socket.setsockopt(zmq.IDENTITY, self.identity)
         try:
             connect(self._socket, address)
@@ -132,13 +132,16 @@ class ZmqDialer:
         await asyncio.to_thread(self._context.term)
 
 
-def configure(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, max_bytes: int, high_water: int) -> None:
+def configure(
+    socket: zmq.Socket[bytes] | zmq.asyncio.Socket, address: str, max_bytes: int, high_water: int
+) -> None:
     """The options that every socket of ours has: bounded queues, message size and linger; heartbeats."""
     socket.setsockopt(zmq.SNDHWM, high_water)
     socket.setsockopt(zmq.RCVHWM, high_water)
     socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
     socket.setsockopt(zmq.LINGER, LINGER_MS)
-    socket.setsockopt(zmq.IPV6, 1)
+    # Only where asked for: else `localhost` would be tried as ::1, and addresses print as ::ffff:127.0.0.1.
+    socket.setsockopt(zmq.IPV6, int("[" in address))
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)

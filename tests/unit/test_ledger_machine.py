@@ -1,0 +1,177 @@
+"""The ledger under every sequence of events that hypothesis can think of: workers at different versions,
+results in any order, late ones, duplicates, failures, deaths, and a trainer that goes on whenever it can.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from orchestrator.config import OrchestratorConfig
+from orchestrator.ledger import GroupLedger
+from orchestrator.versions import Versions
+from tests.orchestration import group
+
+WORKERS = ("w1", "w2", "w3")
+PUBLISH_EVERY = 2
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    @initialize(batch=st.integers(1, 3), max_lag=st.integers(0, 3), hold_s=st.sampled_from([0.0, 5.0]))
+    def start(self, batch, max_lag, hold_s):
+        self.config = OrchestratorConfig(
+            batch_groups=batch, max_lag=max_lag, straggler_hold_s=hold_s, lease_s=20.0, max_attempts=2
+        )
+        self.now = 0.0
+        self.versions = Versions(0, 0, 0.0)
+        self.ledger = GroupLedger(self.config, self.versions, itertools.count(), step=0, frontier=0)
+        self.served = dict.fromkeys(WORKERS, 0)  # policy version
+        self.given = []  # every lease that was ever given
+        self.delivered = {}  # key -> outcome of its accepted group
+        self.trained = []  # keys, in order
+        self.given_up = set()
+
+    # ---------------------------------------------------------------- events
+
+    @rule(worker=st.sampled_from(WORKERS))
+    def a_worker_asks_for_a_lease(self, worker):
+        before = self.ledger.slots_in_use
+        held = self.ledger.lease(worker, self.served[worker], self.now)
+        step = self.versions.step_of(self.served[worker])
+        limit = (step + self.config.max_lag + 1) * self.config.batch_groups
+        if held is not None:
+            assert before < limit, "a lease over the admission limit"
+            assert held.key not in self.delivered and held.key not in self.given_up
+            self.given.append(held)
+
+    @precondition(lambda self: self.given)
+    @rule(data=st.data(), signal=st.booleans())
+    def a_result_arrives_be_it_late_or_a_duplicate(self, data, signal):
+        held = data.draw(st.sampled_from(self.given))
+        self.deliver(held, self.served[held.worker], signal)
+
+    def deliver(self, held, newest, signal):
+        """The oldest token is by the policy that the worker served when it got the lease."""
+        key = held.key
+        if not self.ledger.pool.expects(held.lease, key, held.worker):
+            known = key in self.delivered or key in self.given_up
+            assert known or held not in self.ledger.pool.held
+            assert self.ledger.settled(key) == (key in self.delivered)
+            return
+        rewards = [0.0, 1.0] if signal else [1.0, 1.0]
+        delivery = self.ledger.deliver(
+            held.lease,
+            held.worker,
+            group(key, rewards=rewards),
+            (held.step, newest_step(self, newest)),
+            self.now,
+        )
+        assert key not in self.delivered, "one group was taken twice"
+        self.delivered[key] = delivery.outcome
+        if not signal:
+            assert delivery.outcome == "no_signal"
+        if delivery.obsolete is not None:
+            assert delivery.obsolete.key == key and delivery.obsolete.lease != held.lease
+
+    @precondition(lambda self: self.given)
+    @rule(data=st.data(), returned=st.booleans())
+    def a_worker_fails(self, data, returned):
+        held = data.draw(st.sampled_from(self.given))
+        self.note(self.ledger.fail(held.lease, held.worker, "it raised", self.now, counted=not returned))
+
+    @rule(worker=st.sampled_from(WORKERS), killed=st.booleans())
+    def a_worker_leaves(self, worker, killed):
+        self.note(self.ledger.worker_left(worker, "gone", counted=killed))
+
+    @rule(worker=st.sampled_from(WORKERS))
+    def a_worker_updates_to_the_newest_version(self, worker):
+        self.served[worker] = self.versions.newest
+
+    @rule(seconds=st.sampled_from([0.1, 3.0, 21.0]))
+    def time_passes(self, seconds):
+        self.now += seconds
+        self.note(self.ledger.expire(self.now))
+
+    @rule()
+    def the_trainer_takes_a_batch_if_it_is_ready(self):
+        step = self.ledger.next_step
+        if not self.ledger.readiness(self.now).ready:
+            return
+        batch = self.ledger.form_batch(self.now)
+        assert len(batch) == self.config.batch_groups
+        assert self.ledger.next_step == step + 1
+        for stored in batch:
+            assert max(stored.lags(step)) <= self.config.max_lag, "a group over the lag limit was trained"
+            assert self.delivered[stored.group.key] == "stored"
+            assert stored.group.key not in self.trained, "a group was trained twice"
+            self.trained.append(stored.group.key)
+
+    @rule()
+    def the_trainer_publishes(self):
+        if self.ledger.next_step - self.versions.newest_step >= min(PUBLISH_EVERY, self.config.max_lag + 1):
+            self.publish()
+
+    def publish(self):
+        self.versions.add(self.versions.newest + 1, self.ledger.next_step, self.now)
+
+    def note(self, failures):
+        self.given_up |= {failure.key for failure in failures if failure.given_up}
+
+    # ---------------------------------------------------------------- what always holds
+
+    @invariant()
+    def every_prompt_is_in_exactly_one_place(self):
+        ledger = self.ledger
+        waiting, leased = set(ledger.pool.waiting), {held.key for held in ledger.pool.held}
+        assert len(leased) == ledger.outstanding, "two leases run for one prompt"
+        places = [waiting, leased, set(self.delivered), self.given_up]
+        assert sum(map(len, places)) == len(set().union(*places)) == ledger.frontier
+        assert len(ledger.pool) == len(waiting) + len(leased)
+        # and what was delivered is in the buffer, trained, filtered or dropped
+        stored = sum(outcome == "stored" for outcome in self.delivered.values())
+        assert (
+            len(self.delivered)
+            == ledger.buffered + len(self.trained) + ledger.dropped["no_signal"] + ledger.dropped["lag"]
+        )
+        assert ledger.buffered + len(self.trained) <= stored
+        assert ledger.dropped["failed"] == len(self.given_up)
+
+    @invariant()
+    def slots_stay_under_the_limit_of_the_newest_version(self):
+        assert self.ledger.slots_in_use <= max(
+            self.ledger.admitted_limit(self.versions.newest),
+            self.ledger.next_step * self.config.batch_groups,
+        )
+
+    def teardown(self):
+        """No deadlock: whatever has happened, one good worker at the newest version makes the next batch
+        ready."""
+        if not hasattr(self, "ledger"):
+            return
+        if self.ledger.next_step > self.versions.newest_step:
+            self.publish()  # the trainer trains what it has, and publishes
+        for _ in range(200):
+            if self.ledger.readiness(self.now).ready:
+                break
+            self.now += 5.0
+            self.note(self.ledger.expire(self.now))
+            held = self.ledger.lease("good", self.versions.newest, self.now)
+            if held is not None:
+                self.deliver(held, self.versions.newest, True)
+        else:
+            raise AssertionError(f"no batch: {self.ledger.readiness(self.now).reason}")
+        self.the_trainer_takes_a_batch_if_it_is_ready()
+        self.every_prompt_is_in_exactly_one_place()
+
+
+def newest_step(machine, version):
+    step = machine.versions.step_of(version)
+    assert step is not None
+    return step
+
+
+LedgerMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+test_ledger_conserves_leases_bounds_lag_and_never_deadlocks = LedgerMachine.TestCase

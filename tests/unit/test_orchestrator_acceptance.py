@@ -1,0 +1,105 @@
+"""What is wrong with a group is found before it is stored."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import pytest
+
+from async_rl.wire import Array
+from orchestrator.acceptance import Fault, Requirements, examine
+from orchestrator.versions import Versions
+from tests.orchestration import VOCAB, group, sample, train_key
+
+NEED = Requirements(samples=2, max_tokens=8, vocab_size=VOCAB, reward_range=(0.0, 1.0))
+
+
+@pytest.fixture
+def versions():
+    made = Versions(4, 10, 0.0)
+    made.add(5, 12, 0.0)
+    return made
+
+
+def of(*samples, **changes):
+    return group(train_key(0), samples=samples, **changes)
+
+
+def good(**changes):
+    return sample(4, **changes)
+
+
+def test_a_good_group_gives_the_oldest_step_of_each_sample(versions):
+    assert examine(of(good(), good(spans=((5, 4),))), NEED, versions) == (10, 12)
+    assert examine(of(good(spans=((4, 1), (5, 3))), good(reward=0.0)), NEED, versions) == (10, 10)
+
+
+def test_a_token_outside_the_mask_may_be_anything_the_policy_did_not_sample(versions):
+    tool = good(
+        length=12, mask=Array.of([1] * 4 + [0] * 8, "|u1"), logprobs=Array.of([-1.0] * 4 + [0.0] * 8, "<f4")
+    )
+    assert examine(of(tool, good()), NEED, versions) == (10, 10)
+
+
+BAD = {
+    "a prompt without tokens": (of(good(), good(), prompt=Array.of([], "<i4")), "shape"),
+    "a prompt token outside the vocabulary": (
+        of(good(), good(), prompt=Array.of([VOCAB], "<i4")),
+        "tokens",
+    ),
+    "too few samples": (of(good()), "shape"),
+    "too many samples": (of(good(), good(), good()), "shape"),
+    "an empty completion": (of(good(), good(length=0, spans=())), "shape"),
+    "fewer logprobs than tokens": (of(good(), good(logprobs=Array.of([-1.0] * 3, "<f4"))), "shape"),
+    "a longer mask": (of(good(), good(mask=Array.of([1] * 5, "|u1"))), "shape"),
+    "a mask of twos": (of(good(), good(mask=Array.of([2] * 4, "|u1"))), "shape"),
+    "more tokens than leased": (of(good(), good(length=9)), "shape"),
+    "tokens as floats": (of(good(), good(tokens=Array.of([1.0] * 4, "<f4"))), "shape"),
+    "bytes that are no whole tokens": (
+        of(good(), good(tokens=Array("<i4", memoryview(b"12345")))),
+        "shape",
+    ),
+    "a token outside the vocabulary": (
+        of(good(), good(tokens=Array.of([1, 2, 3, VOCAB], "<i4"))),
+        "tokens",
+    ),
+    "a negative token": (of(good(), good(tokens=Array.of([1, 2, 3, -1], "<i4"))), "tokens"),
+    "a positive logprob": (of(good(), good(logprobs=Array.of([-1, -1, -1, 0.1], "<f4"))), "logprobs"),
+    "a logprob that is not a number": (
+        of(good(), good(logprobs=Array.of([math.nan] * 4, "<f4"))),
+        "logprobs",
+    ),
+    "an infinite logprob": (of(good(), good(logprobs=Array.of([-math.inf] * 4, "<f4"))), "logprobs"),
+    "a reward above the range": (of(good(), good(reward=1.5)), "reward"),
+    "a reward that is not a number": (of(good(), good(reward=math.nan)), "reward"),
+    "spans that miss a token": (of(good(), good(spans=((4, 3),))), "shape"),
+    "spans of a negative length": (of(good(), good(spans=((4, 6), (5, -2)))), "shape"),
+    "half a span": (of(good(), good(spans=((4, 4), (5,)))), "shape"),
+    "no spans": (of(good(), good(spans=((),))), "shape"),
+    "versions that go backwards": (of(good(), good(spans=((5, 2), (4, 2)))), "version"),
+    "a version of an earlier life": (of(good(), good(spans=((3, 4),))), "version"),
+    "a version from the future": (of(good(), good(spans=((4, 2), (6, 2)))), "early"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_refused(name, versions):
+    bad, code = BAD[name]
+    fault = examine(bad, NEED, versions)
+    assert isinstance(fault, Fault) and fault.code == code and fault.detail
+    assert fault.counts == (code != "early"), (
+        "only a version that we have not heard of yet is nobody's failure"
+    )
+
+
+def test_spans_that_would_overflow_a_sum_in_32_bits_are_refused(versions):
+    huge = 2**31 - 1
+    wraps = good(spans=((4, huge), (4, huge), (5, 6)))  # 2 * (2^31 - 1) + 6 = 4 modulo 2^32
+    assert examine(of(good(), wraps), NEED, versions).code == "shape"
+
+
+def test_a_group_that_measures_a_version_must_not_be_older(versions):
+    need = msgspec.structs.replace(NEED, oldest_version=5)
+    assert examine(of(good(), good()), need, versions).code == "version"
+    assert examine(of(*[good(spans=((5, 4),))] * 2), need, versions) == (12, 12)
