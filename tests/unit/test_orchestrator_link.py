@@ -1,0 +1,246 @@
+"""The trainer's blocking link and `async-rl lag`, against a real orchestrator on a loopback port."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import threading
+import time
+
+import pytest
+from click.testing import CliRunner
+from rich.console import Console
+
+from async_rl import errors, wire
+from async_rl.cli.lag import command, render
+from async_rl.errors import ConfigError, WaitTimeout
+from async_rl.transport.link import TrainerLink, ask_status
+from async_rl.transport.zmq import ZmqDialer, ZmqListener
+from async_rl.wire import Attach
+from orchestrator.server import serve
+from tests.orchestration import VOCAB, Play, group, hello
+
+LIMIT_S = 10.0
+
+
+class Running:
+    """An orchestrator in a thread, which can be stopped and started again at the same address."""
+
+    def __init__(self, address="tcp://127.0.0.1:0", **settings):
+        self.settings = settings
+        self.address = address
+        self.start()
+
+    def start(self):
+        ready = threading.Event()
+        self.thread = threading.Thread(target=lambda: asyncio.run(self._main(ready)), daemon=True)
+        self.thread.start()
+        assert ready.wait(LIMIT_S)
+
+    async def _main(self, ready):
+        self.loop, self.stopped = asyncio.get_running_loop(), asyncio.Event()
+        listener = ZmqListener(self.address)
+        self.address = listener.address
+        ready.set()
+        play = Play(**self.settings)
+        play.control._started = time.monotonic()
+        await serve(listener, play.control, stop=self.stopped)
+        await listener.close()
+
+    def stop(self):
+        if self.thread.is_alive():
+            self.loop.call_soon_threadsafe(self.stopped.set)
+            self.thread.join(LIMIT_S)
+        assert not self.thread.is_alive()
+
+
+class Worker(threading.Thread):
+    """Fulfils every lease at once with the version it was told last; says Hello again when it is asked
+    to."""
+
+    def __init__(self, address, signal=True):
+        super().__init__(daemon=True)
+        self.address, self.signal = address, signal
+        self.start()
+
+    def run(self):
+        asyncio.run(asyncio.wait_for(self._main(), 3 * LIMIT_S))
+
+    async def _main(self):
+        dialer, version = ZmqDialer(self.address, "w1"), 0
+        await dialer.send(hello("w1", version))
+        while True:
+            try:
+                message = await asyncio.wait_for(dialer.recv(), 0.1)
+            except TimeoutError:
+                message = None
+            match message:
+                case None:
+                    await dialer.send(wire.Heartbeat(version, "serving"))
+                case wire.Refused(retry=True):
+                    await asyncio.sleep(0.02)
+                    await dialer.send(hello("w1", version))
+                case wire.Welcome(newest_version=version) | wire.Announce(version=version):
+                    await dialer.send(wire.Credit(2, version))
+                case wire.Lease() as lease:
+                    rewards = [0.0, 1.0] if self.signal else [1.0, 1.0]
+                    done = group(lease.key, version, rewards=rewards)
+                    await dialer.send(wire.GroupDone(lease.lease, done))
+                case wire.Drain():
+                    await dialer.send(wire.Bye("drained"))
+                    return await dialer.close()
+
+
+@pytest.fixture
+def running():
+    made = Running(max_lag=0)
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def link(running):
+    with TrainerLink(running.address, connect_timeout_s=LIMIT_S) as made:
+        yield made
+
+
+def attach(incarnation=1, step=0, version=0, **changes):
+    return Attach(wire.PROTOCOL, "run", "model", incarnation, step, version, step, VOCAB, **changes)
+
+
+def test_a_run_over_the_link(running, link):
+    worker = Worker(running.address)
+    assert link.attach(attach()) == wire.Attached("run", 0, 2)
+    for step in range(3):
+        batch = link.next_batch(1, step, LIMIT_S)
+        assert (batch.step, len(batch.groups)) == (step, 2)
+        link.published(1, step + 1, step + 1)
+    assert ask_status(running.address, LIMIT_S).newest_version == 3
+    assert link.finish(1, 3, evaluate=True, timeout_s=LIMIT_S) == wire.Finished(())
+    worker.join(LIMIT_S)
+    running.thread.join(LIMIT_S)
+    assert not running.thread.is_alive(), "the worker left, the run is over"
+
+
+def test_a_version_published_from_another_thread_gets_through_while_a_batch_is_awaited(running, link):
+    """With max_lag = 0 the batch needs that version, so the wait would never end otherwise."""
+    Worker(running.address)
+    link.attach(attach())
+    link.next_batch(1, 0, LIMIT_S)
+    publisher = threading.Timer(0.2, link.published, (1, 1, 1))
+    publisher.start()
+    assert link.next_batch(1, 1, LIMIT_S).step == 1
+    publisher.join()
+
+
+def test_a_restarted_orchestrator_is_attached_again_at_the_step_the_trainer_has_reached(running, link):
+    Worker(running.address)
+    link.attach(attach())
+    first = link.next_batch(1, 0, LIMIT_S)
+    link.published(1, 1, 1)
+    link.next_batch(1, 1, LIMIT_S)
+    link.published(1, 2, 2)
+    running.stop()
+    running.start()
+    batch = link.next_batch(1, 2, LIMIT_S)
+    assert batch.step == 2
+    # The prompts go on after those that the trainer has had: two batches of two.
+    assert first.frontier == 2 and [each.key.ordinal for each in batch.groups] == [4, 5]
+    assert ask_status(running.address, LIMIT_S).newest_version == 2
+
+
+def test_an_older_trainer_is_refused_with_the_reason(running, link):
+    link.attach(attach(incarnation=3))
+    with (
+        TrainerLink(running.address) as old,
+        pytest.raises(errors.Refused, match="incarnation 3 has the run"),
+    ):
+        old.attach(attach(incarnation=2))
+    with TrainerLink(running.address) as new:
+        new.attach(attach(incarnation=4))
+        with pytest.raises(errors.Refused, match="incarnation 4 has the run"):
+            link.next_batch(3, 0, LIMIT_S)
+
+
+def test_a_wait_for_a_batch_ends_with_the_reason_why_there_is_none(running, link):
+    link.attach(attach())
+    with pytest.raises(WaitTimeout, match=r"0\.1 s for a batch for step 0; .*0 of 2 groups.*workers: none"):
+        link.next_batch(1, 0, 0.1)
+    Worker(running.address, signal=False)
+    with pytest.raises(WaitTimeout, match=r"w1 serving, version 0.*dropped: no_signal \d+"):
+        link.next_batch(1, 0, 1.0)
+
+
+def test_nobody_at_the_address():
+    with ZmqPort() as address:
+        with (
+            TrainerLink(address, connect_timeout_s=0.1) as link,
+            pytest.raises(WaitTimeout, match=address) as caught,
+        ):
+            link.attach(attach())
+        assert caught.value.hint
+        with pytest.raises(WaitTimeout, match=address):
+            ask_status(address, 0.1)
+    with pytest.raises(ConfigError, match="nonsense"):
+        TrainerLink("nonsense")
+
+
+class ZmqPort:
+    """A port where nothing listens any more."""
+
+    def __enter__(self):
+        async def free():
+            listener = ZmqListener("tcp://127.0.0.1:0")
+            await listener.close()
+            return listener.address
+
+        return asyncio.run(free())
+
+    def __exit__(self, *_):
+        pass
+
+
+# ---------------------------------------------------------------- async-rl lag
+
+
+def test_lag_shows_trainer_and_workers(running, link):
+    Worker(running.address)
+    link.attach(attach())
+    link.next_batch(1, 0, LIMIT_S)
+    link.published(1, 1, 1)
+    shown = CliRunner().invoke(command, ["--orchestrator", running.address])
+    assert shown.exit_code == 0, shown.output
+    for text in ("run", "step 1", "newest version", "p50 0", "limit 0", "w1", "serving", "buffered"):
+        assert text in shown.output
+
+
+def test_lag_as_json_names_every_field(running, link):
+    link.attach(attach(step=4, version=7))
+    shown = CliRunner().invoke(command, ["--json"], env={"ASYNC_RL_ORCHESTRATOR": running.address})
+    assert shown.exit_code == 0, shown.output
+    status = json.loads(shown.output)
+    assert (status["newest_version"], status["step"], status["workers"]) == (7, 4, [])
+    assert status["reward"] is None, "not a number yet"
+
+
+def test_lag_of_nobody_is_a_clear_error_in_limited_time(monkeypatch):
+    monkeypatch.setattr("async_rl.cli.lag.CONNECT_LIMIT_S", 0.1)
+    with ZmqPort() as address:
+        shown = CliRunner().invoke(command, ["--orchestrator", address])
+    assert isinstance(shown.exception, WaitTimeout) and address in shown.exception.message
+
+
+def test_a_worker_beyond_the_limit_or_gone_or_fetching_can_be_told_at_a_glance():
+    play = Play(max_lag=1)
+    play.attach(version=1, version_step=1, step=1)
+    slow, fetching = play.join("slow", version=1), play.join("fetching", version=1)
+    play.say(b"trainer:1", wire.Published(1, 2, 5))
+    play.beat(slow, version=1)
+    beat = wire.Heartbeat(1, "serving", fetching_version=2, fetched_fraction=0.4, tokens_per_s=99.6)
+    play.say(fetching, beat)
+    out = io.StringIO()
+    Console(width=140, file=out).print(render(play.status()))
+    text = out.getvalue()
+    assert "fetching 2 40%" in text and "100" in text
+    assert [line.split()[4] for line in text.splitlines() if line.startswith("slow")] == ["4"]

@@ -1,0 +1,109 @@
+"""The loop, from Attach to Finished, between a scripted trainer and scripted workers over the in-memory
+transport."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from async_rl import wire
+from async_rl.transport.memory import MemoryNetwork
+from orchestrator.config import EvalConfig
+from orchestrator.server import serve
+from tests.orchestration import VOCAB, Play, group, hello
+
+LIMIT_S = 10.0
+STEPS = 4
+
+
+async def trainer(dialer, lags):
+    async def ask(message, kind):
+        await dialer.send(message)
+        while not isinstance(answer := await dialer.recv(), kind):
+            raise AssertionError(f"{answer} is no answer to {message}")
+        return answer
+
+    await ask(wire.Attach(wire.PROTOCOL, "run", "model", 1, 0, 0, 0, VOCAB), wire.Attached)
+    evals = []
+    for step in range(STEPS):
+        batch = await ask(wire.NextBatch(1, step), wire.Batch)
+        lags += [lag for of_group in batch.lags for lag in of_group]
+        evals += batch.evals
+        await dialer.send(wire.Published(1, step + 1, step + 1))
+    finished = await ask(wire.Finish(1, STEPS), wire.Finished)
+    return evals + list(finished.evals)
+
+
+async def worker(dialer, name):
+    """Generates at once, with the version that was announced last. Ends when it is drained."""
+    version, keys = 0, []
+    while True:
+        await dialer.send(hello(name, version))
+        if isinstance(await dialer.recv(), wire.Welcome):
+            break
+        await asyncio.sleep(0)  # no trainer yet
+    await dialer.send(wire.Credit(2, version))
+    while True:
+        match await dialer.recv():
+            case wire.Lease() as lease:
+                n = len(lease.seeds)
+                rewards = [(1.0 + index) / n for index in range(n)]
+                done = group(lease.key, version, n=n, rewards=rewards, worker=name)
+                await dialer.send(wire.GroupDone(lease.lease, done))
+                keys.append(lease.key)
+            case wire.Announce(version=version):
+                await dialer.send(wire.Heartbeat(version, "serving"))
+            case wire.Drain():
+                await dialer.send(wire.Bye("drained"))
+                return keys
+            case wire.Nack() as nack:
+                raise AssertionError(nack.reason)
+
+
+async def test_a_run_from_attach_to_finished():
+    network = MemoryNetwork()
+    listener = network.bind("memory://orchestrator")
+    control = Play(evaluation=EvalConfig(every=2, prompts=3), max_lag=1).control
+    lags: list[int] = []
+    dial = [network.dial(listener.address, name) for name in ("trainer", "w1", "w2")]
+    results = await asyncio.wait_for(
+        asyncio.gather(
+            serve(listener, control, stop=asyncio.Event()),
+            trainer(dial[0], lags),
+            worker(dial[1], "w1"),
+            worker(dial[2], "w2"),
+        ),
+        LIMIT_S,
+    )
+    _, evals, *keys = results
+    assert [score.version for score in evals] == [0, 2, 4] and all(score.prompts == 3 for score in evals)
+    assert len(lags) == STEPS * 2 * 2 and max(lags) <= 1
+    train = [key for each in keys for key in each if key.split == "train"]
+    assert len(set(train)) == len(train) >= STEPS * 2
+    assert all(keys), "both workers were used"
+
+
+async def test_the_stop_ends_the_loop_at_once():
+    listener = MemoryNetwork().bind()
+    stop = asyncio.Event()
+    serving = asyncio.ensure_future(serve(listener, Play().control, stop=stop))
+    await asyncio.sleep(0)
+    stop.set()
+    await asyncio.wait_for(serving, LIMIT_S)
+
+
+async def test_garbage_from_one_peer_does_not_end_the_loop():
+    network = MemoryNetwork()
+    listener = network.bind()
+    stop = asyncio.Event()
+    serving = asyncio.ensure_future(serve(listener, Play().control, stop=stop))
+    evil, good = network.dial(listener.address, "evil"), network.dial(listener.address, "watcher")
+    for frames in ((b"\xff\xfe",), (), (b"", b"")):
+        await evil.send_frames(*frames)
+        assert isinstance(await asyncio.wait_for(evil.recv(), LIMIT_S), wire.Refused)
+    await good.send(wire.StatusRequest())
+    status = await asyncio.wait_for(good.recv(), LIMIT_S)
+    assert status.refused == {"malformed": 3}
+    stop.set()
+    with contextlib.suppress(asyncio.CancelledError):
+        await asyncio.wait_for(serving, LIMIT_S)
