@@ -47,7 +47,8 @@ def get_logger(name: str) -> Log:
 def setup(process: str, level: str = "INFO") -> None:
     """Send this process's logs to standard error. `process` (trainer, rollout w1, …) stands in every line."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter(f"%(asctime)s.%(msecs)03d {process} %(levelname)s %(message)s", "%H:%M:%S"))
+    layout = f"%(asctime)s.%(msecs)03d {process} %(levelname)s %(message)s"
+    handler.setFormatter(logging.Formatter(layout, "%H:%M:%S"))
     for name in ("async_rl", "orchestrator", "workers"):
         logger = logging.getLogger(name)
         logger.handlers[:] = [handler]

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import IO
@@ -78,10 +78,8 @@ class Child:
 
     def signal_group(self, signum: int) -> None:
         """To every process of the child's group; the group can outlive the child itself."""
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signum)
-        except ProcessLookupError:
-            pass
 
     def group_alive(self) -> bool:
         try:

@@ -86,7 +86,7 @@ class ObjectStore(Protocol):
         ...
 
     def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
-        """The bytes from `start`, `length` of them or all that follow. Raises NotFound. A short answer is an error."""
+        """`length` bytes from `start`, or all that follow. Raises NotFound. A short answer is an error."""
         ...
 
     def head(self, key: str) -> ObjectInfo:
