@@ -17,7 +17,7 @@ import msgspec
 
 from async_rl.errors import ConfigError
 
-__all__ = ["Section", "load_toml", "parse_overrides", "read_section", "read_sections"]
+__all__ = ["Section", "load_toml", "merge_tables", "parse_overrides", "read_section", "read_sections"]
 
 Section = msgspec.Struct
 S = TypeVar("S", bound=msgspec.Struct)
@@ -98,16 +98,17 @@ def read_sections(
         if not isinstance(table, Mapping):
             raise ConfigError(f"{where}: [{name}] must be a table, found {table!r}")
         source = f"{where} with --set" if name in overrides else where
-        result[name] = read_section(cls, name, _merge(table, overrides.get(name, {})), source)
+        result[name] = read_section(cls, name, merge_tables(table, overrides.get(name, {})), source)
     return result
 
 
-def _merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
+def merge_tables(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
+    """`top` laid over `base`, table by table; neither is changed."""
     merged = dict(base)
     for key, value in top.items():
         old = merged.get(key)
         nested = isinstance(value, Mapping) and isinstance(old, Mapping)
-        merged[key] = _merge(old, value) if nested else value  # type: ignore[arg-type]
+        merged[key] = merge_tables(old, value) if nested else value  # type: ignore[arg-type]
     return merged
 
 
