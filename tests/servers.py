@@ -74,7 +74,7 @@ class S3Server:
 def seaweed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     """SeaweedFS: checks signatures, enforces conditional puts."""
     with LocalServer(
-        tmp_path_factory.mktemp("seaweed"), bucket="tests", kind="seaweedfs", limit_s=LIMIT_S
+        tmp_path_factory.mktemp("seaweed"), bucket="tests", kind="seaweedfs", limit_s=LIMIT_S, grace_s=0
     ) as server:
         yield S3Server(
             server.endpoint,

@@ -49,6 +49,8 @@ def up(directory: Path, bucket: str, port: int, print_env: bool, env_file: Path 
     try:
         with stop_signals(), server:
             lines = export_lines(server.env, server.url)
+            if env_file is not None:
+                write_env_file(env_file, lines)
             if not print_env:
                 click.echo(
                     f"{server.kind} at {server.endpoint}, data in {directory}; the store is {server.url}"
@@ -57,8 +59,6 @@ def up(directory: Path, bucket: str, port: int, print_env: bool, env_file: Path 
             click.echo(lines, nl=False)
             if not print_env:
                 click.echo("\nCtrl-C stops it.")
-            if env_file is not None:
-                write_env_file(env_file, lines)
             server.wait()
     except Stopped:
         if not print_env:

@@ -212,11 +212,11 @@ def mapped(doing: str) -> Iterator[None]:
     """Every error of the operating system in our terms."""
     try:
         yield
-    except (FileNotFoundError, IsADirectoryError) as error:
+    except FileNotFoundError as error:
         raise NotFound(f"can't {doing}: there is no such object") from error
-    except NotADirectoryError as error:
+    except (NotADirectoryError, IsADirectoryError, FileExistsError) as error:
         if doing.startswith("write"):
-            hint = "a file stands where a folder is needed"
+            hint = "a file stands where a folder is needed, or a folder where a file is"
             raise StoreError(f"can't {doing}: {error.strerror}", hint=hint) from error
         raise NotFound(f"can't {doing}: there is no such object") from error
     except PermissionError as error:

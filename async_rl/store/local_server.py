@@ -27,7 +27,7 @@ from typing import Any
 
 from async_rl.errors import ConfigError, ProcessFailed, WaitTimeout
 from async_rl.log import get_logger
-from async_rl.procs import Fleet
+from async_rl.procs import Fleet, describe_exit
 
 __all__ = ["LocalServer"]
 
@@ -49,6 +49,8 @@ class LocalServer:
     port:      of the S3 endpoint; 0: any free one. Several servers can run at once.
     kind:      "minio" or "seaweedfs"; "": what is found, in this order.
     limit_s:   how long the server may take to be ready; then WaitTimeout.
+    grace_s:   how long it may take to stop. SeaweedFS waits for its clients' idle connections, so it is
+               often killed after that; what it had acknowledged is in its files by then.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class LocalServer:
         port: int = 0,
         kind: str = "",
         limit_s: float = 30.0,
+        grace_s: float = 5.0,
     ) -> None:
         self.directory = directory
         self.bucket = bucket
@@ -67,7 +70,7 @@ class LocalServer:
         self.endpoint = ""
         self.kind = kind
         self.env: dict[str, str] = {}
-        self._fleet = Fleet()
+        self._fleet = Fleet(grace_s)
         self._runtime: Path | None = None
         self._sockets: list[Path] = []
 
@@ -134,18 +137,14 @@ class LocalServer:
     def _until_ready(self, ready: Callable[[], str]) -> None:
         """Waits for: `ready` naming no reason against it. Ended also by the server's end and the limit."""
         deadline = time.monotonic() + self.limit_s
-        child = self._fleet.children[0]
         while True:
             reason = ready()
-            if not reason and child.running():
+            if not self.running():
+                raise self._ended("before it was ready")
+            if not reason:
                 return
-            if not child.running():
-                raise ProcessFailed(
-                    f"the local S3 server ({self.kind}) ended with status {child.process.returncode} "
-                    f"before it was ready:\n{child.log_tail()}",
-                    hint=f"its whole log: {child.log_path}",
-                )
             if time.monotonic() > deadline:
+                child = self._fleet.children[0]
                 raise WaitTimeout(
                     f"the local S3 server ({self.kind}) was not ready at {self.endpoint} "
                     f"within {self.limit_s:g} s: {reason}\n{child.log_tail()}",
@@ -158,11 +157,15 @@ class LocalServer:
 
     def wait(self) -> None:
         """Blocks while the server runs. Raises ProcessFailed if it ends by itself, with whatever status."""
+        while self.running():
+            time.sleep(0.2)
+        raise self._ended("unasked")
+
+    def _ended(self, when: str) -> ProcessFailed:
         child = self._fleet.children[0]
-        self._fleet.wait(child)
-        raise ProcessFailed(
-            f"the local S3 server ({self.kind}) ended with status {child.process.returncode}:\n"
-            f"{child.log_tail()}",
+        how = describe_exit(child.process.returncode)
+        return ProcessFailed(
+            f"the local S3 server ({self.kind}) ended {when} with {how}:\n{child.log_tail()}",
             hint=f"its whole log: {child.log_path}",
         )
 
@@ -280,7 +283,7 @@ def require_free(port: int) -> None:
     if reason := _taken(port):
         raise ConfigError(
             f"the store can't listen on port {port} of {HOST}: {reason}",
-            hint="stop what listens there (another `async-rl store up`?), choose another --port, or give none",
+            hint="stop what listens there (another `async-rl store up`?), choose another --port, or none",
         )
 
 

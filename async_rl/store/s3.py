@@ -52,6 +52,8 @@ log = get_logger(__name__)
 
 BUCKET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,61}[A-Za-z0-9]")
 DEFAULT_REGION = "us-east-1"
+PAGE_KEYS = 1000
+"""Keys per page of a listing; S3 gives no more."""
 SPARE_CONNECTIONS = 8
 """Above `parallel`, for the small requests (manifests, listings, heartbeats) of other threads."""
 
@@ -94,7 +96,7 @@ class S3Store:
             raise AlreadyExists(f"can't {doing}: there is an object already")
 
     def _put(self, key: str, data: bytes | memoryview, **conditions: str) -> None:
-        # A file-like body is sent in blocks, plain bytes would all have to leave within one socket timeout.
+        # boto3 takes no memoryview; a file is sent in blocks, each with the socket's timeout to itself.
         self._client.put_object(**self._at(key), Body=io.BytesIO(data), **conditions)
 
     def _not_enforced(self) -> None:
@@ -165,7 +167,7 @@ class S3Store:
     def _pages(self, prefix: str, start: str) -> Iterator[ObjectInfo]:
         """In the server's order, which may not be the byte order: see keys.py."""
         root = f"{self.prefix}/" if self.prefix else ""
-        request: dict[str, Any] = {"Bucket": self.bucket, "Prefix": root + prefix}
+        request: dict[str, Any] = {"Bucket": self.bucket, "Prefix": root + prefix, "MaxKeys": PAGE_KEYS}
         if start:
             request["StartAfter"] = root + start
         while True:

@@ -205,7 +205,9 @@ def _unanswered(error: Exception, doing: str, place: Place) -> Fault:
     if isinstance(
         error, boto.EndpointConnectionError | boto.ConnectTimeoutError | boto.ProxyConnectionError
     ):
-        hint = "is it running, and reachable from here? endpoint_url in [store] or AWS_ENDPOINT_URL names it"
+        hint = (
+            "is it running, and reachable from here? endpoint_url in [store] or AWS_ENDPOINT_URL names it"
+        )
         return fault(StoreUnavailable, f"{place.endpoint} can't be reached", hint, passing=True)
     broken = (boto.HTTPClientError, boto.ResponseStreamingError, boto.IncompleteReadError)
     if isinstance(
