@@ -112,8 +112,21 @@ ENTRY = {"dtype": "BF16", "shape": [2], "data_offsets": [0, 4]}
         damaged(json.dumps({"a": {**ENTRY, "shape": [3]}})) + bytes(4),
         damaged(json.dumps({"a": {**ENTRY, "data_offsets": [2, 6]}})) + bytes(6),
         damaged(json.dumps({"a": ENTRY, "b": ENTRY})) + bytes(4),
+        damaged(json.dumps({"a": ENTRY, "b": {**ENTRY, "data_offsets": [2, 6]}})) + bytes(8),
     ],
-    ids=["empty", "endless", "cut", "no object", "short", "long", "dtype", "shape", "hole", "overlap"],
+    ids=[
+        "empty",
+        "endless",
+        "cut",
+        "no object",
+        "short",
+        "long",
+        "dtype",
+        "shape",
+        "hole",
+        "twice",
+        "overlap",
+    ],
 )
 def test_a_pack_that_is_not_what_it_says_is_corrupt(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "pack"

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from async_rl.errors import AccessDenied, Fenced, ModelMismatch, StoreUnavailable, WaitTimeout, WeightsError
+from async_rl.store import ObjectStore
 from async_rl.store.file import FileStore
 from async_rl.weights import lineage
 from async_rl.weights.config import WeightsConfig
@@ -83,8 +84,11 @@ def start(store: ScriptedStore, tmp_path: Path) -> Iterator[Start]:
 
 
 def fetched(trainer: Trainer, version: int, tmp_path: Path) -> dict[str, torch.Tensor]:
-    subscriber = Subscriber(trainer.store, trainer.run, tmp_path / "cache", WeightsConfig())
-    local = subscriber.fetch(read_manifest(trainer.store, version))
+    return load(trainer.store, trainer.run, version, tmp_path)
+
+
+def load(store: ObjectStore, run: RunInfo, version: int, tmp_path: Path) -> dict[str, torch.Tensor]:
+    local = Subscriber(store, run, tmp_path / "cache", WeightsConfig()).fetch(read_manifest(store, version))
     result: dict[str, torch.Tensor] = {}
     for shard in local.shards:
         result |= load_file(shard)
@@ -118,6 +122,21 @@ def test_a_version_holds_the_weights_of_the_moment_it_was_asked_for(start: Start
     )
     assert trainer.commits == [manifest]
     assert equal(fetched(trainer, 0, tmp_path), at_publish)
+
+
+def test_parameters_that_are_16_bit_already_are_copied_too(store: ScriptedStore, tmp_path: Path) -> None:
+    parameters = {name: torch.randn(shape, dtype=torch.bfloat16) for name, shape in SHAPES.items()}
+    run = ensure_run(store, write_model_dir(tmp_path / "model"), parameters)
+    gate = threading.Event()
+    store.on("upload", "packs/", lambda: gate.wait(LIMIT_S))
+    with Publisher(store, run, claim(store), parameters, SMALL) as publisher:
+        at_publish = {name: tensor.clone() for name, tensor in parameters.items()}
+        publisher.publish(0)
+        for tensor in parameters.values():
+            tensor.zero_()
+        gate.set()
+        publisher.flush(LIMIT_S)
+    assert equal(load(store, run, 0, tmp_path), at_publish)
 
 
 def test_rounding_is_torchs_own_for_ties_denormals_and_infinity(start: Start, tmp_path: Path) -> None:
@@ -320,6 +339,15 @@ def test_of_two_trainers_exactly_one_goes_on(start: Start) -> None:
     second.publisher.flush(LIMIT_S)
     assert [(m.version, m.incarnation) for m in second.commits] == [(1, 1), (2, 1)]
     assert [m.version for m in first.commits] == [0]
+
+
+def test_a_trainer_that_sees_a_newer_one_writes_no_manifest(start: Start) -> None:
+    first = start()
+    claim(first.store)
+    first.publisher.publish(0)
+    with pytest.raises(Fenced):
+        first.publisher.flush(LIMIT_S)
+    assert lineage.list_versions(first.store) == []
 
 
 def test_a_trainer_fenced_between_its_look_and_its_put_does_not_announce_the_version(
