@@ -20,9 +20,9 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """`[model]`: the policy and how it is computed. It is always trained in float32 and served in
     bfloat16."""
 
-    path: Annotated[str, Meta(min_length=1)]
-    """A Hugging Face folder of a causal language model: config.json, tokenizer, safetensors. Never a hub
-    name, and never code of its own."""
+    path: str = ""
+    """Required: a Hugging Face folder of a causal language model: config.json, tokenizer, safetensors.
+    Never a hub name, and never code of its own."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Of the matrix products. The weights they see are rounded to bfloat16 in every case, because those are
     the weights that are published and that the engines sample from. auto: bfloat16, except on a CPU that

@@ -1,0 +1,238 @@
+"""From the orchestrator's groups to what the learner trains, the same on every rank.
+
+    BatchFeed.next(step)     rank 0 waits for enough fresh groups; every rank gets the same bytes, or the
+    same error prepare(batch, …)        advantages, lag of every token along the lineage, and a last check
+    of what came in
+
+The orchestrator has admitted the groups and dropped those that grew too old. `prepare` looks again, because
+the limit on lag is a promise about what is *trained*, and only the trainer knows that.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+import torch
+from msgspec import Struct
+
+from async_rl.algo.advantages import group_advantages
+from async_rl.algo.packing import TrainSample
+from async_rl.algo.staleness import Node, sample_lag, span_lags, version_lag
+from async_rl.errors import AsyncRLError, Corrupt, Malformed, NotFound, ProtocolError, WaitTimeout
+from async_rl.log import get_logger
+from async_rl.store.base import ObjectStore
+from async_rl.transport.link import TrainerLink
+from async_rl.weights.lineage import read_manifest
+from async_rl.weights.ranks import Report
+from async_rl.wire import MAX_BATCH_BYTES, Batch, Group, Sample, decode, encode
+from workers.process_group import RankGroup
+
+__all__ = ["BatchFeed", "Lineage", "Prepared", "prepare"]
+
+log = get_logger(__name__)
+
+_SLICE_S = 2.0
+"""The wait for a batch is cut into slices: after each, ranks agree on whether to stop, and hear that rank 0
+lives."""
+
+
+class Lineage:
+    """The tree of versions as far as it is needed: `nodes`, and `newest`, the version on our own branch."""
+
+    def __init__(self) -> None:
+        self.nodes: dict[int, Node] = {}
+        self.newest = -1
+
+    def committed(self, version: int, parent: int, step: int) -> None:
+        self.nodes[version] = Node(parent, step)
+        self.newest = version
+
+    def connect(self, version: int, store: ObjectStore) -> bool:
+        """Read from the store what is missing between `version` and `newest` (after a resume, groups may
+        have been sampled on the branch before). False for a version that does not exist or is not of this
+        tree."""
+        while True:
+            try:
+                version_lag(self.nodes, version, self.newest, 0)
+                return True
+            except KeyError as error:
+                missing = error.args[0]
+            if not isinstance(missing, int) or missing < 0:
+                return False
+            try:
+                manifest = read_manifest(store, missing)
+            except (NotFound, Corrupt) as error:
+                log.warning(
+                    "a sample names a version that can't be read", version=missing, reason=error.message
+                )
+                return False
+            self.nodes[missing] = Node(manifest.parent, manifest.step)
+
+
+class _Told(Struct, frozen=True):
+    """What rank 0 tells the others at the end of a slice."""
+
+    frame: bytes = b""  # of the Batch; empty: still waiting
+    nodes: dict[int, tuple[int, int]] = {}  # versions that are new to them: parent, step
+    newest: int = -1
+    failure: Report | None = None
+
+
+class BatchFeed:
+    """`link`, `store` and `lineage` are those of rank 0; other ranks pass None, None and an empty Lineage,
+    which is kept equal."""
+
+    def __init__(
+        self,
+        group: RankGroup,
+        link: TrainerLink | None,
+        store: ObjectStore | None,
+        lineage: Lineage,
+        *,
+        incarnation: int,
+        limit_s: float,
+        stopping: Callable[[], bool],
+    ) -> None:
+        self._group, self._link, self._store, self._lineage = group, link, store, lineage
+        self._incarnation, self._limit_s, self._stopping = incarnation, limit_s, stopping
+        self._told: set[int] = set()  # versions all ranks know
+
+    def next(self, step: int) -> Batch | None:
+        """The batch for step `step`; None when any rank was asked to stop. Raises WaitTimeout after the
+        limit, and whatever rank 0 met, on every rank."""
+        started = time.monotonic()
+        while True:
+            stop = torch.tensor([float(self._stopping())])
+            self._group.max(stop)
+            if stop.item():
+                return None
+            told = self._slice(step, started) if self._link is not None else _Told()
+            told = msgspec.msgpack.decode(self._group.broadcast(msgspec.msgpack.encode(told)), type=_Told)
+            if told.failure is not None:
+                raise told.failure.error()
+            if told.frame:
+                for version, node in told.nodes.items():
+                    self._lineage.nodes[version] = Node(*node)
+                self._lineage.newest = told.newest
+                batch = decode(told.frame, limit=MAX_BATCH_BYTES)
+                assert isinstance(batch, Batch)
+                return batch
+
+    def _slice(self, step: int, started: float) -> _Told:
+        """Rank 0: ask for one slice of time."""
+        assert self._link is not None
+        left = self._limit_s - (time.monotonic() - started)
+        try:
+            batch = self._link.next_batch(self._incarnation, step, min(_SLICE_S, max(left, 0.1)))
+            return self._tell(batch)
+        except WaitTimeout as error:
+            if left > _SLICE_S:
+                return _Told()
+            failure = WaitTimeout(
+                f"no batch for step {step} within batch_wait_s = {self._limit_s:g} s: {error.message}",
+                hint="see `async-rl lag`: is a rollout worker serving, and is it getting on?",
+            )
+            return _Told(failure=Report.of(failure))
+        except AsyncRLError as error:
+            return _Told(failure=Report.of(error))
+
+    def _tell(self, batch: Batch) -> _Told:
+        assert self._store is not None
+        newest = (
+            self._lineage.newest
+        )  # read once: the publisher's thread may commit the next version meanwhile
+        for version in _versions(batch):
+            self._lineage.connect(version, self._store)
+        nodes = {v: (n.parent, n.step) for v, n in list(self._lineage.nodes.items()) if v not in self._told}
+        self._told.update(nodes)
+        return _Told(frame=encode(batch), nodes=nodes, newest=newest)
+
+
+def _versions(batch: Batch) -> set[int]:
+    return {version for group in batch.groups for sample in group.samples for version, _ in _spans(sample)}
+
+
+def _spans(sample: Sample) -> list[tuple[int, int]]:
+    flat = sample.spans.numpy()
+    if len(flat) % 2:
+        raise Malformed(f"version spans come in pairs, got {len(flat)} numbers")
+    return [(int(version), int(tokens)) for version, tokens in flat.reshape(-1, 2)]
+
+
+@dataclass
+class Prepared:
+    """What is trained of one batch."""
+
+    samples: list[TrainSample] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)  # [samples]
+    lags: list[int] = field(default_factory=list)  # [samples], optimizer steps
+    groups: int = 0
+    cut_off: int = 0  # samples that ended at max_tokens
+    dropped: dict[str, int] = field(default_factory=dict)  # groups, by reason
+
+    @property
+    def loss_tokens(self) -> int:
+        return int(sum(np.count_nonzero(sample.mask_C) for sample in self.samples))
+
+
+def prepare(batch: Batch, lineage: Lineage, *, step: int, max_lag: int, vocab_size: int) -> Prepared:
+    """`batch` as samples to train after `step` steps. A group that is too old, of an unknown version, or
+    broken is left out whole (an advantage needs all of its group), with a warning and a count."""
+    prepared = Prepared()
+    for group in batch.groups:
+        try:
+            samples, lags = _prepare_group(group, lineage, step, vocab_size)
+            reason = "trainer_lag" if max(lags) > max_lag else ""
+            detail = f"lag {max(lags)} over the limit of {max_lag}"
+        except KeyError as error:
+            reason, detail = "trainer_version", f"version {error} is not of this run's tree"
+        except (ValueError, ProtocolError) as error:
+            reason, detail = "trainer_malformed", str(error)
+        if reason:
+            prepared.dropped[reason] = prepared.dropped.get(reason, 0) + 1
+            log.warning(
+                "group left out of the batch", group=str(group.key), worker=group.worker, reason=detail
+            )
+            continue
+        prepared.groups += 1
+        prepared.samples += samples
+        prepared.lags += lags
+        prepared.rewards += [sample.reward for sample in group.samples]
+        prepared.cut_off += sum(sample.finish == "length" for sample in group.samples)
+    return prepared
+
+
+def _prepare_group(
+    group: Group, lineage: Lineage, step: int, vocab_size: int
+) -> tuple[list[TrainSample], list[int]]:
+    """Raises KeyError for an unknown version, ValueError or Malformed for what can't be trained."""
+    advantages = group_advantages([sample.reward for sample in group.samples])
+    prompt_P = group.prompt.numpy()
+    samples, lags = [], []
+    for sample, advantage in zip(group.samples, advantages.tolist(), strict=True):
+        by_span = span_lags(_spans(sample), lineage.nodes, lineage.newest, step)
+        train = TrainSample(
+            prompt_P=prompt_P,
+            tokens_C=sample.tokens.numpy(),
+            logprobs_C=sample.logprobs.numpy(),
+            mask_C=sample.mask.numpy(),
+            lags_C=np.repeat([lag for lag, _ in by_span], [tokens for _, tokens in by_span]),
+            advantage=advantage,
+        )
+        _check_values(train, vocab_size)
+        samples.append(train)
+        lags.append(sample_lag(by_span))
+    return samples, lags
+
+
+def _check_values(sample: TrainSample, vocab_size: int) -> None:
+    for ids in (sample.prompt_P, sample.tokens_C):
+        if ids.min() < 0 or ids.max() >= vocab_size:
+            raise ValueError(f"token ids must lie in [0, {vocab_size}), found {ids.min()} to {ids.max()}")
+    behaviour = sample.logprobs_C[sample.mask_C != 0]
+    if not (behaviour <= 1e-4).all():  # NaN compares false; rounding may lift a probability of 1 a little
+        raise ValueError("behaviour logprobs must be numbers of at most 0")

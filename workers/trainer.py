@@ -1,0 +1,450 @@
+"""The trainer: one loop, the same in every rank process.
+
+    while step < steps:
+        batch   waits for: enough fresh groups            unblocked by: rollout workers, through the
+        orchestrator samples advantages within each group, lag of every token, packed without padding
+        stats   forward and backward; a step that is not finite is refused before the optimizer
+        publish waits for: the version before committed   then goes on in the background of the next step
+        checkpoint, metrics
+
+Rank 0 alone talks to the orchestrator; all ranks write weights and checkpoints. The wait for a batch is the
+only place where the loop stands still for others, and the place where a stop (SIGTERM, Ctrl-C) is heard:
+the step that is running is finished first, then a checkpoint is written.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+from msgspec import Struct
+
+from async_rl.algo.losses import LossConfig
+from async_rl.algo.packing import pack
+from async_rl.algo.staleness import summarise
+from async_rl.errors import StoreUnavailable, TrainingError
+from async_rl.log import get_logger
+from async_rl.store import ObjectStore, StoreConfig, open_store
+from async_rl.transport.link import TrainerLink
+from async_rl.weights.config import WeightsConfig
+from async_rl.weights.lineage import Claim, Manifest, claim, list_versions
+from async_rl.weights.publisher import Publisher
+from async_rl.weights.ranks import from_rank0
+from async_rl.weights.run import RunInfo, ensure_run
+from async_rl.wire import PROTOCOL, Attach, Attached, Batch
+from workers import checkpoints
+from workers.batches import BatchFeed, Lineage, Prepared, prepare
+from workers.checkpoints import Checkpoint, Progress
+from workers.learner import Learner, StepStats
+from workers.metrics import MetricsFile
+from workers.process_group import RankGroup, choose_device, rank_group
+from workers.settings import ModelConfig, TrainerConfig
+
+__all__ = ["run_rank"]
+
+log = get_logger(__name__)
+
+
+def run_rank(
+    *,
+    store_url: str,
+    store: StoreConfig,
+    model: ModelConfig,
+    trainer: TrainerConfig,
+    loss: LossConfig,
+    weights: WeightsConfig,
+    temperature: float,
+    orchestrator_address: str,
+    seed: int,
+    resume: str,
+) -> None:
+    """One rank of the trainer, from its start to the run's last step. `resume`: latest, never, or a step.
+
+    Under torchrun every process calls it; without torchrun's environment it is the only rank.
+    """
+    device = choose_device(trainer.device)
+    _prepare_torch(trainer, device, seed)
+    with ExitStack() as stack:
+        stopping = stack.enter_context(_stop_requests())
+        group = stack.enter_context(rank_group(device, trainer.collective_wait_s))
+        bucket = open_store(store_url, store)
+        stack.callback(bucket.close)
+        learner = Learner(model, trainer, loss, temperature=temperature, group=group, device=device)
+        start = from_rank0(lambda: _take_run(bucket, Path(model.path), learner, resume), _Start)
+
+        lineage = Lineage()
+        link = (
+            TrainerLink(orchestrator_address, connect_timeout_s=trainer.attach_wait_s)
+            if group.rank == 0
+            else None
+        )
+        if link is not None:
+            stack.callback(link.close)
+        publisher = stack.enter_context(
+            Publisher(
+                bucket,
+                start.run,
+                start.claim,
+                learner.parameters(),
+                weights,
+                parent=start.parent_version,
+                on_commit=lambda manifest: _announce(manifest, lineage, link),
+            )
+        )
+        progress = _begin(bucket, group, learner, publisher, start, trainer)
+        attached = from_rank0(lambda: _attach(link, start, progress, learner.vocab_size), Attached)
+        feed = BatchFeed(
+            group,
+            link,
+            bucket if group.rank == 0 else None,
+            lineage,
+            incarnation=start.claim.incarnation,
+            limit_s=trainer.batch_wait_s,
+            stopping=stopping.is_set,
+        )
+        metrics = stack.enter_context(MetricsFile(Path(trainer.out) if group.rank == 0 else None))
+        saver = _Saver(bucket, group, learner, publisher, trainer, start)
+        progress = _train(
+            group, learner, publisher, feed, lineage, saver, metrics, trainer, attached, progress
+        )
+
+        publisher.flush(trainer.flush_wait_s)
+        if link is not None and progress.step >= trainer.steps:
+            finished = link.finish(start.claim.incarnation, progress.step, True, trainer.finish_wait_s)
+            for score in finished.evals:
+                metrics.eval(score)
+            log.info("run finished", step=progress.step, version=progress.version)
+
+
+# ---------------------------------------------------------------- the loop
+
+
+def _train(
+    group: RankGroup,
+    learner: Learner,
+    publisher: Publisher,
+    feed: BatchFeed,
+    lineage: Lineage,
+    saver: _Saver,
+    metrics: MetricsFile,
+    trainer: TrainerConfig,
+    attached: Attached,
+    progress: Progress,
+) -> Progress:
+    """Steps until the last one or a stop; where the run is then."""
+    step, version, frontier = progress.step, progress.version, progress.frontier
+    refused_in_a_row = refused = 0
+    while step < trainer.steps:
+        clock = _Stopwatch()
+        batch = feed.next(step)
+        clock.lap("wait_batch")
+        if batch is None:
+            log.info("stopping as asked", step=step)
+            break
+        for score in batch.evals:
+            metrics.eval(score)
+        trained = prepare(
+            batch, lineage, step=step, max_lag=attached.max_lag, vocab_size=learner.vocab_size
+        )
+        micro_batches = pack(trained.samples, trainer.microbatch_tokens, group.size)[group.rank]
+
+        stats = learner.forward_backward(micro_batches, trained.loss_tokens)
+        clock.lap("forward_backward")
+        learning_rate = learner.learning_rate
+        applied = learner.optimizer_step(stats)
+        clock.lap("optimizer")
+
+        # A refused step is a step all the same: its groups are consumed, or a replay would meet them for
+        # ever.
+        step, frontier = step + 1, batch.frontier
+        refused_in_a_row = 0 if applied else refused_in_a_row + 1
+        refused += not applied
+        if step % trainer.publish_every == 0 or step == trainer.steps:
+            version = publisher.publish(step)
+        clock.lap("publish")
+        progress = Progress(step, version, batch.incarnation, frontier, learner.updates)
+        if saver.due(step):
+            saver.save(progress, last=step == trainer.steps)
+        clock.lap("checkpoint")
+        line = {
+            "step": step,
+            "version": version,
+            "incarnation": batch.incarnation,
+            **_batch_metrics(trained, batch),
+            **_learner_metrics(stats, learning_rate),
+            "refused": int(not applied),
+            "refused/total": refused,
+            **clock.metrics(),
+        }
+        metrics.write(line)
+        if group.rank == 0:
+            _log_step(line)
+        if refused_in_a_row >= trainer.max_refused_steps:
+            raise _too_many_refused(refused_in_a_row, step)
+    else:
+        return progress
+    saver.save_on_stop(progress)
+    return progress
+
+
+class _Saver:
+    """When a checkpoint is due, and what it needs."""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        group: RankGroup,
+        learner: Learner,
+        publisher: Publisher,
+        trainer: TrainerConfig,
+        start: _Start,
+    ) -> None:
+        self._store, self._group, self._learner, self._publisher = store, group, learner, publisher
+        self._trainer, self._fingerprint = trainer, start.run.fingerprint
+        self._parent = start.checkpoint.name if start.checkpoint else ""
+        self._saved_step = start.checkpoint.progress.step if start.checkpoint else -1
+
+    def due(self, step: int) -> bool:
+        every = self._trainer.checkpoint_every
+        return bool(every) and (step % every == 0 or step == self._trainer.steps)
+
+    def save_on_stop(self, progress: Progress) -> None:
+        if self._trainer.checkpoint_every and progress.step > max(self._saved_step, 0):
+            self.save(progress, last=True)
+
+    def save(self, progress: Progress, *, last: bool) -> None:
+        """Collective. A store that is away costs this checkpoint, not the run, unless it is the last
+        one."""
+        try:
+            # The checkpoint names its version as the parent of the next: it must exist.
+            self._publisher.flush(self._trainer.flush_wait_s)
+            progress = Progress(
+                progress.step,
+                self._publisher.committed,
+                progress.incarnation,
+                progress.frontier,
+                progress.updates,
+            )
+            saved = checkpoints.save(
+                self._store,
+                self._group,
+                self._learner.rows(),
+                progress,
+                fingerprint=self._fingerprint,
+                parent=self._parent,
+            )
+        except StoreUnavailable as error:
+            if last:
+                raise
+            log.warning("checkpoint skipped, the store is away", step=progress.step, reason=error.message)
+            return
+        self._parent, self._saved_step = saved.name, progress.step
+        if self._group.rank == 0:
+            checkpoints.prune(self._store, self._trainer.keep_checkpoints, saved.name)
+
+
+# ---------------------------------------------------------------- beginning
+
+
+class _Start(Struct, frozen=True):
+    """What rank 0 found and took, for all ranks."""
+
+    run: RunInfo
+    claim: Claim
+    checkpoint: Checkpoint | None
+    parent_version: int  # of the first version to publish; -1 for a new run
+
+
+def _take_run(store: ObjectStore, model_dir: Path, learner: Learner, resume: str) -> _Start:
+    """Rank 0: become the run's trainer."""
+    if not store.probe().conditional_put:
+        log.warning(
+            "this store does not enforce conditional puts: two trainers on one run would not be told "
+            "apart. Make sure that only one runs",
+            store=store.url,
+        )
+    run = ensure_run(store, model_dir, learner.parameters())
+    checkpoints.choose(
+        store, resume, run.fingerprint
+    )  # can fail, and must do so before another trainer is fenced
+    claimed = claim(store)
+    checkpoint = checkpoints.choose(
+        store, resume, run.fingerprint
+    )  # again: there may be a newer one by now
+    if checkpoint is not None:
+        parent = checkpoint.progress.version
+    else:  # the initial weights again: a new branch from the root
+        parent = min(list_versions(store), default=-1)
+    return _Start(run, claimed, checkpoint, parent)
+
+
+def _begin(
+    store: ObjectStore,
+    group: RankGroup,
+    learner: Learner,
+    publisher: Publisher,
+    start: _Start,
+    trainer: TrainerConfig,
+) -> Progress:
+    """Restore the checkpoint, if any, and publish where we are, so that everybody is on our branch."""
+    step = updates = frontier = 0
+    if start.checkpoint is not None:
+        checkpoints.restore(store, start.checkpoint, group.rank, learner.rows())
+        step, updates = start.checkpoint.progress.step, start.checkpoint.progress.updates
+        frontier = start.checkpoint.progress.frontier
+        learner.restored(updates)
+        log.info("resumed", checkpoint=start.checkpoint.name, step=step)
+    publisher.publish(step)
+    publisher.flush(trainer.flush_wait_s)
+    return Progress(step, publisher.committed, start.claim.incarnation, frontier, updates)
+
+
+def _attach(link: TrainerLink | None, start: _Start, progress: Progress, vocab_size: int) -> Attached:
+    """Rank 0: take the run at the orchestrator."""
+    assert link is not None
+    attached = link.attach(
+        Attach(
+            protocol=PROTOCOL,
+            run=start.run.run,
+            fingerprint=start.run.fingerprint,
+            incarnation=start.claim.incarnation,
+            step=progress.step,
+            version=progress.version,
+            version_step=progress.step,
+            vocab_size=vocab_size,
+            frontier=progress.frontier,
+        )
+    )
+    log.info("attached to the orchestrator", max_lag=attached.max_lag, batch_groups=attached.batch_groups)
+    return attached
+
+
+def _announce(manifest: Manifest, lineage: Lineage, link: TrainerLink | None) -> None:
+    """A version is committed (rank 0, in the publisher's thread)."""
+    lineage.committed(manifest.version, manifest.parent, manifest.step)
+    if link is not None:
+        link.published(manifest.incarnation, manifest.version, manifest.step)
+
+
+def _prepare_torch(trainer: TrainerConfig, device: torch.device, seed: int) -> None:
+    torch.manual_seed(seed)
+    if trainer.threads:
+        torch.set_num_threads(trainer.threads)
+    if device.type == "cuda":
+        # Repeated steps must give the same bits, as far as the kernels have a deterministic form.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _stop_requests() -> Iterator[threading.Event]:
+    """Set by SIGTERM, or by the first Ctrl-C; a second Ctrl-C ends the process as usual."""
+    asked = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+
+    def handle(signum: int, frame: object) -> None:
+        asked.set()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    before = {each: signal.signal(each, handle) for each in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield asked
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+# ---------------------------------------------------------------- what is written down
+
+
+class _Stopwatch:
+    def __init__(self) -> None:
+        self._start = self._last = time.monotonic()
+        self._laps: dict[str, float] = {}
+
+    def lap(self, name: str) -> None:
+        now = time.monotonic()
+        self._laps[name], self._last = now - self._last, now
+
+    def metrics(self) -> dict[str, float]:
+        laps = {f"time/{name}_s": seconds for name, seconds in self._laps.items()}
+        return {"time/step_s": time.monotonic() - self._start, **laps}
+
+
+def _batch_metrics(trained: Prepared, batch: Batch) -> dict[str, float | None]:
+    lag = summarise(trained.lags)
+    rewards, samples = trained.rewards, len(trained.samples)
+    dropped = {**batch.dropped, **trained.dropped}
+    return {
+        "reward/mean": sum(rewards) / samples if samples else None,
+        "reward/min": min(rewards, default=None),
+        "reward/max": max(rewards, default=None),
+        "groups": trained.groups,
+        "samples": samples,
+        "tokens": trained.loss_tokens,
+        "tokens/mean": trained.loss_tokens / samples if samples else None,
+        "finish/length": trained.cut_off / samples if samples else None,
+        "lag/mean": lag.mean,
+        "lag/p50": lag.p50,
+        "lag/p95": lag.p95,
+        "lag/max": lag.max,
+        **{f"dropped/{reason}": count for reason, count in sorted(dropped.items())},
+    }
+
+
+def _learner_metrics(stats: StepStats, learning_rate: float) -> dict[str, float | None]:
+    return {
+        "loss": stats.loss,
+        "grad_norm": stats.grad_norm,
+        "learning_rate": learning_rate,
+        "entropy": stats.entropy,
+        "ratio/mean": stats.ratio_mean,
+        "ratio/max": stats.ratio_max,
+        "clip/positive": stats.masked_positive,
+        "clip/negative": stats.masked_negative,
+        "mismatch/abs_logprob": stats.abs_logprob,
+        "mismatch/kl_k3": stats.kl_k3,
+        "mismatch_lag0/tokens": stats.fresh_tokens,
+        "mismatch_lag0/abs_logprob": stats.fresh_abs_logprob,
+        "mismatch_lag0/kl_k3": stats.fresh_kl_k3,
+    }
+
+
+def _log_step(line: dict[str, float | int | None]) -> None:
+    names = {
+        "step": "step",
+        "version": "version",
+        "reward/mean": "reward",
+        "loss": "loss",
+        "grad_norm": "grad_norm",
+        "lag/mean": "lag",
+        "lag/max": "lag_max",
+        "mismatch/kl_k3": "kl",
+        "tokens": "tokens",
+        "time/step_s": "step_s",
+        "time/wait_batch_s": "wait_s",
+    }
+    shown = {short: line[name] for name, short in names.items()}
+    if line["refused"]:
+        log.warning(
+            "step refused: its loss or gradient is not finite, or nothing was left to train", **shown
+        )
+    else:
+        log.info("step", **shown)
+
+
+def _too_many_refused(count: int, step: int) -> TrainingError:
+    return TrainingError(
+        f"{count} steps in a row were refused, the last one step {step}: loss or gradient was not finite, "
+        "or every group was left out",
+        hint="see metrics.jsonl (loss, grad_norm, dropped/…); a lower learning_rate is the usual cure",
+    )
