@@ -126,25 +126,24 @@ def save(
     outcomes = group.gather(msgspec.json.encode((outcome, sha256)))
     decoded = [msgspec.json.decode(each, type=tuple[Report, str]) for each in outcomes]
     _raise_first([report for report, _ in decoded])
-    checkpoint = Checkpoint(
-        format=FORMAT,
-        name=name,
-        parent=parent,
-        fingerprint=fingerprint,
-        progress=progress,
-        tables=tuple(
-            TableRef(f"{PREFIX}{name}/rank-{rank:05}.json", each) for rank, (_, each) in enumerate(decoded)
-        ),
-        created=time.time(),
-    )
-    committed = Report()
     if group.rank == 0:
         try:
-            _commit(store, checkpoint)
+            tables = [
+                TableRef(f"{PREFIX}{name}/rank-{rank:05}.json", sha)
+                for rank, (_, sha) in enumerate(decoded)
+            ]
+            made = Checkpoint(FORMAT, name, parent, fingerprint, progress, tuple(tables), time.time())
+            answer = msgspec.json.encode((Report(), _commit(store, made)))
             log.info("checkpoint committed", name=name, seconds=time.monotonic() - started)
         except AsyncRLError as error:
-            committed = Report.of(error)
-    _raise_first([msgspec.json.decode(group.broadcast(msgspec.json.encode(committed)), type=Report)])
+            answer = msgspec.json.encode((Report.of(error), None))
+    else:
+        answer = b""
+    outcome, checkpoint = msgspec.json.decode(
+        group.broadcast(answer), type=tuple[Report, Checkpoint | None]
+    )
+    _raise_first([outcome])
+    assert checkpoint is not None
     return checkpoint
 
 
@@ -202,16 +201,20 @@ def _layout(rows: Mapping[str, OptimizerRows]) -> tuple[bytes, dict[str, Piece]]
     return header, pieces
 
 
-def _commit(store: ObjectStore, checkpoint: Checkpoint) -> None:
+def _commit(store: ObjectStore, checkpoint: Checkpoint) -> Checkpoint:
+    """As it stands in the store: what is there already counts if it is the same (our own retried put)."""
     key = _commit_key(checkpoint.name)
     try:
         store.put_if_absent(key, msgspec.json.encode(checkpoint))
     except AlreadyExists as error:
-        if _decode(store, key).tables != checkpoint.tables:
+        found = _decode(store, key)
+        if found.tables != checkpoint.tables:
             raise CheckpointError(
                 f"{key} in {store.url} already stands for another checkpoint",
                 hint="two trainers hold the same incarnation: stop one of them",
             ) from error
+        return found
+    return checkpoint
 
 
 def prune(store: ObjectStore, keep: int, newest: str) -> None:

@@ -1,0 +1,110 @@
+"""What the tests of the learner share: a tiny model, samples, and the same function on several real ranks."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from async_rl.algo.losses import LossConfig
+from async_rl.algo.packing import MicroBatch, TrainSample, pack
+from workers.learner import Learner
+from workers.pretrained import hide_broken_torchaudio
+from workers.process_group import RankGroup, rank_group
+from workers.settings import ModelConfig, TrainerConfig
+
+VOCABULARY = 40
+CPU = torch.device("cpu")
+
+
+def save_tiny_model(folder: Path, seed: int = 0, **changes: Any) -> Path:
+    """A random Qwen3 of about 30k parameters; 5 of its matrices have a number of rows that 2 and 3 do not divide."""
+    hide_broken_torchaudio()
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    settings: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 49,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.2,  # large, so that a wrong attention mask shows
+    }
+    Qwen3ForCausalLM(Qwen3Config(**settings | changes)).save_pretrained(folder)
+    return folder
+
+
+def make_samples(count: int, seed: int = 0) -> list[TrainSample]:
+    """Prompts of 1 to 6 tokens and completions of 1 to 12, behaviour logprobs near those of a random model."""
+    draw = np.random.default_rng(seed)
+    samples = []
+    for _ in range(count):
+        length = int(draw.integers(1, 13))
+        samples.append(
+            TrainSample(
+                prompt_P=draw.integers(0, VOCABULARY, int(draw.integers(1, 7))),
+                tokens_C=draw.integers(0, VOCABULARY, length),
+                logprobs_C=draw.uniform(-5.0, -2.5, length).astype(np.float32),
+                mask_C=(draw.random(length) < 0.9).astype(np.uint8),
+                lags_C=draw.integers(0, 3, length),
+                advantage=float(draw.normal()),
+            )
+        )
+    return samples
+
+
+def make_learner(
+    model: Path, group: RankGroup, *, temperature: float = 1.0, dtype: str = "float32", **trainer: Any
+) -> Learner:
+    checkpointing = trainer.pop("activation_checkpointing", False)
+    return Learner(
+        ModelConfig(path=str(model), dtype=dtype, activation_checkpointing=checkpointing),  # type: ignore[arg-type]
+        TrainerConfig(**{"learning_rate": 1e-2, "warmup_steps": 0} | trainer),
+        LossConfig(),
+        temperature=temperature,
+        group=group,
+        device=CPU,
+    )
+
+
+def share(samples: list[TrainSample], limit: int, group: RankGroup) -> tuple[list[MicroBatch], int]:
+    """This rank's micro-batches, and the loss tokens of all."""
+    tokens = sum(int(np.count_nonzero(sample.mask_C)) for sample in samples)
+    return pack(samples, limit, group.size)[group.rank], tokens
+
+
+def gradients(learner: Learner) -> dict[str, torch.Tensor]:
+    """Whole gradients by name. Collective."""
+    return {
+        name: p.grad.full_tensor().clone() for name, p in learner.parameters().items() if p.grad is not None
+    }
+
+
+def on_ranks(function: Callable[..., None], ranks: int, *args: object) -> None:
+    """`function(group, *args)` in `ranks` fresh processes; fails with the first one's traceback."""
+    torch.multiprocessing.spawn(_rank, (function, ranks, _free_port(), args), nprocs=ranks)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _rank(
+    rank: int, function: Callable[..., None], ranks: int, port: int, args: tuple[object, ...]
+) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    with rank_group(CPU, 60.0) as group:
+        function(group, *args)
