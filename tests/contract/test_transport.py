@@ -90,6 +90,16 @@ async def test_messages_of_one_dialer_keep_their_order_and_answers_find_their_di
     assert [(await soon(dialer.recv())).version for dialer in dialers] == [0, 1, 2]
 
 
+async def test_a_cancelled_recv_loses_no_message(transport):
+    listener = transport.bind()
+    dialer = transport.dial(listener.address, "w1")
+    for version in range(20):
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(listener.recv(), 0.001)
+        await dialer.send(hello(version=version))
+        assert (await soon(listener.recv()))[1].version == version
+
+
 @pytest.mark.parametrize(
     "frames",
     [

@@ -126,6 +126,9 @@ def test_a_lease_given_back_is_no_attempt():
         held = ledger.lease("w1", 0, NOW)
         assert held.key == train_key(0)
         ledger.fail(held.lease, "w1", "draining", NOW, counted=False)
+        assert not ledger.pool.expects(held.lease, held.key, "w1"), (
+            "it said itself that no result will come"
+        )
     assert ledger.dropped["failed"] == 0
 
 

@@ -8,7 +8,7 @@ import itertools
 
 import hypothesis.strategies as st
 from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from orchestrator.config import OrchestratorConfig
 from orchestrator.ledger import GroupLedger
@@ -16,7 +16,6 @@ from orchestrator.versions import Versions
 from tests.orchestration import group
 
 WORKERS = ("w1", "w2", "w3")
-PUBLISH_EVERY = 2
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -28,7 +27,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.versions = Versions(0, 0, 0.0)
         self.ledger = GroupLedger(self.config, self.versions, itertools.count(), step=0, frontier=0)
-        self.served = dict.fromkeys(WORKERS, 0)  # policy version
+        self.served = dict.fromkeys((*WORKERS, "fast", "good"), 0)  # policy version
         self.given = []  # every lease that was ever given
         self.delivered = {}  # key -> outcome of its accepted group
         self.trained = []  # keys, in order
@@ -36,22 +35,53 @@ class LedgerMachine(RuleBasedStateMachine):
 
     # ---------------------------------------------------------------- events
 
-    @rule(worker=st.sampled_from(WORKERS))
-    def a_worker_asks_for_a_lease(self, worker):
+    @rule(worker=st.sampled_from(WORKERS), most=st.integers(1, 4))
+    def a_worker_gets_leases(self, worker, most):
+        for _ in range(most):
+            self.lease(worker, self.served[worker])
+
+    def lease(self, worker, version):
         before = self.ledger.slots_in_use
-        held = self.ledger.lease(worker, self.served[worker], self.now)
-        step = self.versions.step_of(self.served[worker])
-        limit = (step + self.config.max_lag + 1) * self.config.batch_groups
+        held = self.ledger.lease(worker, version, self.now)
         if held is not None:
-            assert before < limit, "a lease over the admission limit"
+            step = self.versions.step_of(version)
+            assert before < (step + self.config.max_lag + 1) * self.config.batch_groups, "over the limit"
             assert held.key not in self.delivered and held.key not in self.given_up
             self.given.append(held)
+        return held
 
-    @precondition(lambda self: self.given)
-    @rule(data=st.data(), signal=st.booleans())
-    def a_result_arrives_be_it_late_or_a_duplicate(self, data, signal):
+    @rule(data=st.data(), most=st.integers(1, 4), signal=st.sampled_from([True, True, False]))
+    def results_arrive_in_any_order(self, data, most, signal):
+        for _ in range(min(most, self.ledger.outstanding)):
+            held = data.draw(st.sampled_from(sorted(self.ledger.pool.held, key=lambda held: held.lease)))
+            self.deliver(held, self.served[held.worker], signal)
+
+    @rule(data=st.data())
+    def a_late_result_or_a_duplicate_arrives(self, data):
+        if not self.given:
+            return
         held = data.draw(st.sampled_from(self.given))
-        self.deliver(held, self.served[held.worker], signal)
+        self.deliver(held, self.served[held.worker], True)
+
+    @rule(
+        slow=st.sampled_from(WORKERS),
+        most=st.integers(1, 3),
+        steps=st.integers(1, 5),
+        arrives=st.booleans(),
+    )
+    def a_worker_is_slow_while_a_fast_one_and_the_trainer_go_on(self, slow, most, steps, arrives):
+        leases = [self.lease(slow, self.served[slow]) for _ in range(most)]
+        for _ in range(steps):
+            self.served["fast"] = self.versions.newest
+            for _ in range(2 * self.config.batch_groups):
+                held = self.lease("fast", self.versions.newest)
+                if held is not None:
+                    self.deliver(held, self.versions.newest, True)
+            self.now += self.config.straggler_hold_s
+            self.the_trainer_goes_on(publish=True)
+        for held in leases:
+            if held is not None and arrives:
+                self.deliver(held, self.served[slow], True)
 
     def deliver(self, held, newest, signal):
         """The oldest token is by the policy that the worker served when it got the lease."""
@@ -76,9 +106,10 @@ class LedgerMachine(RuleBasedStateMachine):
         if delivery.obsolete is not None:
             assert delivery.obsolete.key == key and delivery.obsolete.lease != held.lease
 
-    @precondition(lambda self: self.given)
     @rule(data=st.data(), returned=st.booleans())
     def a_worker_fails(self, data, returned):
+        if not self.given:
+            return
         held = data.draw(st.sampled_from(self.given))
         self.note(self.ledger.fail(held.lease, held.worker, "it raised", self.now, counted=not returned))
 
@@ -95,8 +126,17 @@ class LedgerMachine(RuleBasedStateMachine):
         self.now += seconds
         self.note(self.ledger.expire(self.now))
 
-    @rule()
-    def the_trainer_takes_a_batch_if_it_is_ready(self):
+    @rule(publish=st.booleans())
+    def the_trainer_trains(self, publish):
+        self.the_trainer_goes_on(publish)
+
+    def the_trainer_goes_on(self, publish):
+        """It trains a batch if one is ready, and may take more steps before it publishes."""
+        self.take_batch()
+        if self.ledger.next_step > self.versions.newest_step and publish:
+            self.publish()
+
+    def take_batch(self):
         step = self.ledger.next_step
         if not self.ledger.readiness(self.now).ready:
             return
@@ -108,11 +148,6 @@ class LedgerMachine(RuleBasedStateMachine):
             assert self.delivered[stored.group.key] == "stored"
             assert stored.group.key not in self.trained, "a group was trained twice"
             self.trained.append(stored.group.key)
-
-    @rule()
-    def the_trainer_publishes(self):
-        if self.ledger.next_step - self.versions.newest_step >= min(PUBLISH_EVERY, self.config.max_lag + 1):
-            self.publish()
 
     def publish(self):
         self.versions.add(self.versions.newest + 1, self.ledger.next_step, self.now)
@@ -158,12 +193,12 @@ class LedgerMachine(RuleBasedStateMachine):
                 break
             self.now += 5.0
             self.note(self.ledger.expire(self.now))
-            held = self.ledger.lease("good", self.versions.newest, self.now)
+            held = self.lease("good", self.versions.newest)
             if held is not None:
                 self.deliver(held, self.versions.newest, True)
         else:
             raise AssertionError(f"no batch: {self.ledger.readiness(self.now).reason}")
-        self.the_trainer_takes_a_batch_if_it_is_ready()
+        self.take_batch()
         self.every_prompt_is_in_exactly_one_place()
 
 
