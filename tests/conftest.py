@@ -1,1 +1,1 @@
-pytest_plugins = ["tests.servers", "tests.faulty"]
+pytest_plugins = ["tests.servers", "tests.faulty", "tests.models"]

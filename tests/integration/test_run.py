@@ -1,5 +1,5 @@
-"""Whole runs of real processes over ZeroMQ and a real bucket. The engine is the reference one, which starts in
-seconds; test_run_vllm.py does the same with vLLM."""
+"""Whole runs of real processes over ZeroMQ and a real bucket. The engine is the reference one, which starts
+in seconds; test_run_vllm.py does the same with vLLM."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from async_rl.procs import Child
 from async_rl.store import open_store
 from async_rl.store.local_server import free_ports
 from async_rl.weights.lineage import list_versions, read_claims, read_manifest
@@ -25,8 +26,8 @@ START_S = 90.0
 
 
 def test_a_run_trains_publishes_and_finishes(tmp_path: Path, s3_url: str, tiny_model: Path):
-    """Two ranks: every step's metrics are there, every version is in the bucket, and the newest one, pulled, is
-    bit-equal to the 16-bit weights of the trainer (read from its checkpoint)."""
+    """Two ranks: every step's metrics are there, every version is in the bucket, and the newest one, pulled,
+    is bit-equal to the 16-bit weights of the trainer (read from its checkpoint)."""
     settings = {"trainer": {"steps": 4, "checkpoint_every": 4}, "eval": {"every": 2, "prompts": 8}}
     with LocalRun(tmp_path, s3_url, tiny_model, **settings) as run:
         trainer = run.start_trainer("--nproc-per-node", "2")
@@ -81,7 +82,7 @@ def assert_equal_to_checkpoint(policy: Path, url: str, step: int) -> None:
 
 
 def test_workers_join_and_die_and_the_run_goes_on(tmp_path: Path, s3_url: str, tiny_model: Path):
-    """A second worker is used within one version of being ready; kill -9 of either does not stop the run."""
+    """A second worker is used within one version of being ready; kill -9 of either does not end the run."""
     with LocalRun(tmp_path, s3_url, tiny_model, trainer={"steps": 400}) as run:
         trainer = run.start_trainer()
         first = run.start_worker("first")
@@ -90,7 +91,8 @@ def test_workers_join_and_die_and_the_run_goes_on(tmp_path: Path, s3_url: str, t
         ready = {}
 
         def used() -> bool:
-            workers = {w.worker: w for w in (status.workers if (status := run.status()) else ())}
+            status = run.status()
+            workers = {worker.worker: worker for worker in status.workers} if status else {}
             if "second" in workers and workers["second"].state == "serving":
                 ready.setdefault("version", status.newest_version)
             return "second" in workers and workers["second"].leases > 0
@@ -98,22 +100,26 @@ def test_workers_join_and_die_and_the_run_goes_on(tmp_path: Path, s3_url: str, t
         run.wait("the second worker to hold a lease", used, START_S, trainer, first, second)
         assert run.status().newest_version - ready["version"] <= 1
 
-        for victim in (first, second):
-            before = run.steps()
-            victim.signal_group(signal.SIGKILL)
-            victim.process.wait(10)
-            run.fleet.children.remove(victim)
-            if victim is first:
-                run.wait(
-                    "steps without the first", lambda: run.steps() >= before + 3, 60.0, trainer, second
-                )
+        kill(run, first)
+        steps_more(run, 3, trainer, second)
+        kill(run, second)
         third = run.start_worker("third")
-        before = run.steps()
-        run.wait("steps with a third alone", lambda: run.steps() >= before + 3, START_S, trainer, third)
+        steps_more(run, 3, trainer, third)
         status = run.status()
         assert status.lag_max <= status.max_lag
         trainer.process.send_signal(signal.SIGTERM)
         assert run.finish(trainer, 60.0) in (0, 128 + signal.SIGTERM, -signal.SIGTERM)
+
+
+def kill(run: LocalRun, victim: Child) -> None:
+    victim.signal_group(signal.SIGKILL)
+    victim.process.wait(10)
+    run.fleet.children.remove(victim)
+
+
+def steps_more(run: LocalRun, count: int, *running: Child) -> None:
+    goal = run.steps() + count
+    run.wait(f"{count} more steps", lambda: run.steps() >= goal, START_S, *running)
 
 
 def test_of_two_trainers_exactly_one_goes_on(tmp_path: Path, s3_url: str, tiny_model: Path):
