@@ -32,7 +32,7 @@ COMMANDS = {
         "async_rl.cli.weights",
         "List a run's policy versions, or pull one as a Hugging Face folder.",
     ),
-    "store": ("async_rl.cli.store", "Run a local S3 server for development."),
+    "store": ("async_rl.cli.store", "Run a local S3 server for development, or make a bucket."),
     "model": ("async_rl.cli.model", "Make a tiny model to try things with."),
 }
 

@@ -1,4 +1,4 @@
-"""`async-rl store`: an S3 server on this machine, for development."""
+"""`async-rl store`: an S3 server on this machine, for development; buckets anywhere."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["command"]
 
 @click.group()
 def command() -> None:
-    """Run a local S3 server for development."""
+    """Run a local S3 server for development, or make a bucket."""
 
 
 @command.command()
@@ -66,6 +66,19 @@ def up(directory: Path, bucket: str, port: int, print_env: bool, env_file: Path 
     finally:
         if env_file is not None:
             env_file.unlink(missing_ok=True)
+
+
+@command.command("mb")
+@click.argument("url")
+def make_bucket(url: str) -> None:
+    """Make the bucket of URL (s3://bucket or s3://bucket/prefix); one that is there already is fine."""
+    from async_rl.store import StoreConfig
+    from async_rl.store.s3 import S3Store
+
+    store = S3Store(url, StoreConfig())
+    store.make_bucket()
+    click.echo(f"the bucket {store.bucket} is there")
+    store.close()
 
 
 def export_lines(env: dict[str, str], url: str) -> str:

@@ -207,6 +207,23 @@ class S3Store:
             self.delete(key)
         return Capabilities(conditional_put=self._conditional)
 
+    def make_bucket(self) -> None:
+        """Create the bucket; one that is ours already is fine."""
+
+        def create() -> None:
+            region = self._place.region
+            # AWS takes no location for us-east-1, and requires it elsewhere.
+            where = {} if region == DEFAULT_REGION else {"LocationConstraint": region}
+            options = {"CreateBucketConfiguration": where} if where else {}
+            try:
+                self._client.create_bucket(Bucket=self.bucket, **options)
+            except ClientError as error:
+                if code_of(error) not in ("BucketAlreadyOwnedByYou", "BucketAlreadyExists"):
+                    raise
+                self._client.head_bucket(Bucket=self.bucket)  # somebody else's: access denied
+
+        self._call(f"create the bucket {self.bucket}", create)
+
     def close(self) -> None:
         """Ends the waiting of operations that are being repeated; they raise what they met."""
         self._closed.set()

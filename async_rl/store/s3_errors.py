@@ -169,7 +169,7 @@ def _answered(error: boto.ClientError, doing: str, place: Place) -> Fault:
 def bucket_missing(doing: str, place: Place) -> BucketMissing:
     return BucketMissing(
         f"can't {doing}: there is no bucket {place.bucket!r} at {place.endpoint}",
-        hint=f"create it: aws s3 mb s3://{place.bucket} --endpoint-url {place.endpoint}; "
+        hint=f"create it: async-rl store mb s3://{place.bucket}; "
         f"or start a local server that has it: async-rl store up --bucket {place.bucket}",
     )
 

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -189,3 +190,16 @@ def test_a_minio_on_the_path_is_started_as_minio_is(
         store = open_store(f"{server.url}/run")
         store.put("k", b"1")
         assert store.get("k") == b"1"
+
+
+def test_mb_makes_a_bucket_and_finds_one_that_is_there(seaweed, monkeypatch):
+    seaweed.activate(monkeypatch)
+    bucket = f"made-{uuid.uuid4().hex[:8]}"
+    for _ in range(2):
+        command = [sys.executable, "-m", "async_rl", "store", "mb", f"s3://{bucket}/some/run"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        assert bucket in done.stdout
+    store = open_store(f"s3://{bucket}/some/run")
+    store.put("key", b"value")
+    assert store.get("key") == b"value"
