@@ -90,21 +90,30 @@ def gradients(learner: Learner) -> dict[str, torch.Tensor]:
     }
 
 
+def as_ranks(function: Callable[..., None], ranks: int, *args: object) -> None:
+    """`function(*args)` in `ranks` fresh processes with torchrun's environment; fails with the first traceback."""
+    torch.multiprocessing.spawn(_process, (function, ranks, _free_port(), args), nprocs=ranks)
+
+
 def on_ranks(function: Callable[..., None], ranks: int, *args: object) -> None:
-    """`function(group, *args)` in `ranks` fresh processes; fails with the first one's traceback."""
-    torch.multiprocessing.spawn(_rank, (function, ranks, _free_port(), args), nprocs=ranks)
+    """`function(group, *args)` on `ranks` ranks."""
+    as_ranks(_in_group, ranks, function, *args)
+
+
+def _process(
+    rank: int, function: Callable[..., None], ranks: int, port: int, args: tuple[object, ...]
+) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    function(*args)
+
+
+def _in_group(function: Callable[..., None], *args: object) -> None:
+    with rank_group(CPU, 60.0) as group:
+        function(group, *args)
 
 
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def _rank(
-    rank: int, function: Callable[..., None], ranks: int, port: int, args: tuple[object, ...]
-) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    with rank_group(CPU, 60.0) as group:
-        function(group, *args)

@@ -161,6 +161,8 @@ def test_bfloat16_products_give_nearly_the_same_gradients(model: Path, group: Ra
     assert torch.nn.functional.cosine_similarity(found, wanted, dim=0) > 0.999
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_a_learner_of_two_ranks_is_the_learner_of_one(model: Path, group: RankGroup, tmp_path: Path):
     """Gradients, updates and checkpoints: one rank, then two, then one again."""
     store = FileStore(f"file://{tmp_path / 'run'}")

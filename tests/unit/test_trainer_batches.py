@@ -1,0 +1,119 @@
+"""From groups to samples: advantages, lag of every token, and what is left out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from async_rl.algo.staleness import Node
+from async_rl.store.file import FileStore
+from async_rl.wire import Array, Batch, Group, Key, Sample
+from workers.batches import Lineage, prepare
+
+
+def a_sample(reward: float = 0.0, **changes: Any) -> Sample:
+    fields: dict[str, Any] = {
+        "tokens": [3, 4, 5],
+        "logprobs": [-0.1, -0.2, -0.3],
+        "mask": [1, 1, 1],
+        "spans": [1, 3],
+        "finish": "stop",
+    }
+    fields |= changes
+    return Sample(
+        tokens=Array.of(fields["tokens"], "<i4"),
+        logprobs=Array.of(fields["logprobs"], "<f4"),
+        mask=Array.of(fields["mask"], "|u1"),
+        spans=Array.of(fields["spans"], "<i4"),
+        reward=reward,
+        finish=fields["finish"],
+    )
+
+
+def a_batch(*groups: tuple[Sample, ...], prompt: tuple[int, ...] = (1, 2)) -> Batch:
+    return Batch(
+        incarnation=1,
+        step=2,
+        groups=tuple(
+            Group(Key("train", n), Array.of(prompt, "<i4"), samples) for n, samples in enumerate(groups)
+        ),
+        lags=(),
+        frontier=len(groups),
+    )
+
+
+def a_lineage() -> Lineage:
+    lineage = Lineage()
+    for version, (parent, step) in enumerate([(-1, 0), (0, 1), (1, 2)]):
+        lineage.committed(version, parent, step)
+    return lineage
+
+
+def prepared(batch: Batch, *, max_lag: int = 2, lineage: Lineage | None = None):
+    return prepare(batch, lineage or a_lineage(), step=2, max_lag=max_lag, vocab_size=10)
+
+
+def test_a_group_becomes_samples_with_advantages_and_lags():
+    result = prepared(a_batch((a_sample(1.0), a_sample(0.0, spans=[1, 1, 2, 2], finish="length"))))
+    assert [sample.advantage for sample in result.samples] == [0.5, -0.5]
+    assert [sample.lags_C.tolist() for sample in result.samples] == [[1, 1, 1], [1, 0, 0]]
+    assert result.lags == [1, 1]
+    assert result.rewards == [1.0, 0.0]
+    assert (result.groups, result.cut_off, result.loss_tokens) == (1, 1, 6)
+    assert result.dropped == {}
+
+
+def test_a_group_over_the_limit_is_never_trained():
+    fresh, stale = (a_sample(1.0), a_sample()), (a_sample(1.0), a_sample(spans=[0, 1, 2, 2]))
+    result = prepared(a_batch(fresh, stale), max_lag=1)
+    assert result.groups == 1 and len(result.samples) == 2
+    assert result.dropped == {"trainer_lag": 1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"spans": [7, 3]}, "trainer_version"),
+        ({"spans": [1, 2]}, "trainer_malformed"),  # does not add up to the tokens
+        ({"spans": [1]}, "trainer_malformed"),
+        ({"tokens": [3, 4, 10]}, "trainer_malformed"),  # outside the vocabulary
+        ({"tokens": [3, 4, -1]}, "trainer_malformed"),
+        ({"logprobs": [-0.1, float("nan"), -0.3]}, "trainer_malformed"),
+        ({"logprobs": [-0.1, 0.5, -0.3]}, "trainer_malformed"),
+        ({"logprobs": [-0.1]}, "trainer_malformed"),
+        ({"reward": float("nan")}, "trainer_malformed"),
+    ],
+)
+def test_a_group_that_can_not_be_trained_is_left_out_whole_and_counted(
+    changes: dict[str, Any], reason: str
+):
+    good = (a_sample(1.0), a_sample())
+    result = prepared(a_batch(good, (a_sample(**changes), a_sample())))
+    assert result.dropped == {reason: 1}
+    assert result.groups == 1 and len(result.samples) == 2
+
+
+def test_a_logprob_under_a_mask_may_be_anything():
+    result = prepared(a_batch((a_sample(mask=[1, 0, 1], logprobs=[-0.1, float("nan"), -0.3]), a_sample())))
+    assert result.groups == 1 and result.loss_tokens == 5
+
+
+def test_a_behaviour_probability_of_zero_is_trained():
+    assert prepared(a_batch((a_sample(logprobs=[-0.1, -np.inf, -0.3]), a_sample()))).groups == 1
+
+
+def test_groups_of_the_branch_before_a_resume_count_the_way_back_and_forward(tmp_path: Path):
+    lineage = Lineage()
+    lineage.nodes |= {0: Node(-1, 0), 1: Node(0, 1), 2: Node(1, 2), 3: Node(1, 1)}
+    lineage.committed(4, 3, 2)  # resumed at step 1: versions 3 and 4
+    result = prepared(a_batch((a_sample(1.0, spans=[2, 3]), a_sample(spans=[4, 3]))), lineage=lineage)
+    assert result.lags == [2, 0]
+
+
+def test_what_the_store_does_not_hold_connects_to_nothing(tmp_path: Path):
+    assert a_lineage().connect(1, FileStore(f"file://{tmp_path}"))
+    assert not a_lineage().connect(9, FileStore(f"file://{tmp_path}"))
+    assert not a_lineage().connect(-1, FileStore(f"file://{tmp_path}"))
