@@ -18,7 +18,7 @@ import click
 
 from async_rl.cli.options import set_option
 from async_rl.errors import ConfigError, ProcessFailed, WaitTimeout
-from async_rl.procs import Child, Fleet, Stopped, stop_signals
+from async_rl.procs import Child, Fleet, stop_signals
 
 __all__ = ["command"]
 
@@ -59,34 +59,27 @@ def command(
         return
     with stop_signals(), Fleet(grace_s=STOP_LIMIT_S) as fleet, tempfile.TemporaryDirectory() as scratch:
         address = orchestrator_address or _start_orchestrator(fleet, run_file, overrides, Path(scratch))
-        argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-        argv += [
-            "--nproc-per-node",
-            str(nproc_per_node),
-            "--max-restarts",
-            "0",
-            "-m",
-            "async_rl",
-            "trainer",
-        ]
-        argv += [str(run_file), "--orchestrator", address, "--resume", resume]
+        argv = [sys.executable, "-m", "async_rl", "trainer", str(run_file)]
+        argv += ["--orchestrator", address, "--resume", resume]
         argv += [arg for item in overrides for arg in ("--set", item)]
-        ranks = fleet.start(
-            "trainer", argv, env={"OMP_NUM_THREADS": str(_threads(config.trainer.threads, nproc_per_node))}
-        )
-        try:
-            code = fleet.wait(ranks)
-        except Stopped:
-            ranks.signal_group(15)
-            raise
-        if code:
-            raise ProcessFailed(
-                f"a trainer rank ended with status {code}", hint="the cause stands in its log above"
-            )
+        threads = config.trainer.threads or max(1, (os.cpu_count() or 1) // nproc_per_node)
+        ranks = [
+            fleet.start(f"trainer rank {rank}", argv, env={**env, "OMP_NUM_THREADS": str(threads)})
+            for rank, env in enumerate(_rank_environments(nproc_per_node))
+        ]
+        for rank in ranks:
+            fleet.wait(rank)
+        fleet.check()
 
 
-def _threads(threads: int, ranks: int) -> int:
-    return threads or max(1, (os.cpu_count() or 1) // ranks)
+def _rank_environments(ranks: int) -> list[dict[str, str]]:
+    """What torchrun would set on one node. Its agent would only add a start of its own, some seconds, and a
+    traceback of its own below every error of ours."""
+    from async_rl.store.local_server import free_ports
+
+    shared = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0])}
+    return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
 
 
 def _start_orchestrator(fleet: Fleet, run_file: Path, overrides: tuple[str, ...], scratch: Path) -> str:

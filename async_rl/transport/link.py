@@ -229,7 +229,7 @@ class TrainerLink:
             self._attach = msgspec.structs.replace(self._attach, **now)
 
     def _flush(self) -> None:
-        while self._unsent:
+        while self._attach is not None and self._unsent:  # nobody knows us before we have attached
             published = self._unsent.popleft()
             self._where(version=published.version, version_step=published.step)
             self._line.send(published)
