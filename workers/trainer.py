@@ -272,15 +272,12 @@ def _take_run(store: ObjectStore, model_dir: Path, learner: Learner, resume: str
     run = ensure_run(store, model_dir, learner.parameters())
     checkpoints.choose(
         store, resume, run.fingerprint
-    )  # can fail, and must do so before another trainer is fenced
+    )  # what fails must fail before another trainer is fenced
     claimed = claim(store)
-    checkpoint = checkpoints.choose(
-        store, resume, run.fingerprint
-    )  # again: there may be a newer one by now
-    if checkpoint is not None:
-        parent = checkpoint.progress.version
-    else:  # the initial weights again: a new branch from the root
-        parent = min(list_versions(store), default=-1)
+    # Again: the trainer before us may have committed a newer one meanwhile.
+    checkpoint = checkpoints.choose(store, resume, run.fingerprint)
+    # Without one it is the initial weights again: a new branch from the root.
+    parent = checkpoint.progress.version if checkpoint else min(list_versions(store), default=-1)
     return _Start(run, claimed, checkpoint, parent)
 
 
