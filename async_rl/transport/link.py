@@ -192,8 +192,11 @@ class TrainerLink:
         hint: str = "",
     ) -> M:
         """Ask, and ask again, until an answer of `kind` that `matches` arrives. Late answers to earlier
-        requests are passed over."""
-        self._discard()
+        requests are passed over, but one to this very request, asked before with a shorter limit, is taken."""
+        with self._lock:
+            while (late := self._recv(0.0)) is not None:
+                if isinstance(late, kind) and matches(late):
+                    return late
         refused: Refused | None = None
         ask_at = 0.0
         while (now := time.monotonic()) < deadline:
@@ -229,9 +232,11 @@ class TrainerLink:
             self._attach = msgspec.structs.replace(self._attach, **now)
 
     def _flush(self) -> None:
-        while self._attach is not None and self._unsent:  # nobody knows us before we have attached
+        """Send what was published. Before the first Attach there is nobody to tell: it names the newest itself."""
+        while self._unsent and self._attach is not None:
             published = self._unsent.popleft()
-            self._where(version=published.version, version_step=published.step)
+            if published.version > self._attach.version:
+                self._where(version=published.version, version_step=published.step)
             self._line.send(published)
 
     def _say_where(self, *, again: bool, attaching: bool) -> None:
@@ -242,11 +247,6 @@ class TrainerLink:
             if again:
                 self._line.send(here)
             self._line.send(Published(here.incarnation, here.version, here.version_step))
-
-    def _discard(self) -> None:
-        with self._lock:
-            while self._recv(0.0) is not None:
-                pass
 
     def _picture(self, refused: Refused | None) -> str:
         """What the orchestrator says about itself, for the error of a wait that reached its limit."""

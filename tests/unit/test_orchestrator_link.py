@@ -111,12 +111,14 @@ def attach(incarnation=1, step=0, version=0, **changes):
 
 def test_a_run_over_the_link(running, link):
     worker = Worker(running.address)
+    link.published(1, 0, 0)  # before there is anybody to tell
     assert link.attach(attach()) == wire.Attached("run", 0, 2)
     for step in range(3):
         batch = link.next_batch(1, step, LIMIT_S)
         assert (batch.step, len(batch.groups)) == (step, 2)
         link.published(1, step + 1, step + 1)
-    assert ask_status(running.address, LIMIT_S).newest_version == 3
+    status = ask_status(running.address, LIMIT_S)
+    assert status.newest_version == 3 and "unattached" not in status.refused
     assert link.finish(1, 3, evaluate=True, timeout_s=LIMIT_S) == wire.Finished(())
     worker.join(LIMIT_S)
     running.thread.join(LIMIT_S)
@@ -132,6 +134,21 @@ def test_a_version_published_from_another_thread_gets_through_while_a_batch_is_a
     publisher.start()
     assert link.next_batch(1, 1, LIMIT_S).step == 1
     publisher.join()
+
+
+def test_a_batch_that_arrives_after_a_short_limit_is_not_lost(running, link):
+    link.attach(attach())
+    with pytest.raises(WaitTimeout):
+        link.next_batch(1, 0, 0.05)
+    Worker(running.address)
+    deadline = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline:
+        try:
+            batch = link.next_batch(1, 0, 0.01)
+            break
+        except WaitTimeout:
+            continue
+    assert batch == link.next_batch(1, 0, LIMIT_S)
 
 
 def test_a_restarted_orchestrator_is_attached_again_at_the_step_the_trainer_has_reached(running, link):
