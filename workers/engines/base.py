@@ -1,4 +1,4 @@
-"""What a rollout engine is, to the rollout worker. Two implementations: vLLM, and a small reference on transformers."""
+"""What a rollout engine is, to the rollout worker. Two implementations: vLLM, and a small reference engine."""
 
 from __future__ import annotations
 
@@ -42,6 +42,16 @@ class Engine(Protocol):
     @property
     def version(self) -> int: ...
 
+    @property
+    def max_model_len(self) -> int:
+        """Prompt and completion together, in tokens. Known after `start`."""
+        ...
+
+    @property
+    def failed(self) -> str:
+        """Why the engine can't go on, or empty. Every running request then gets an EngineError at once."""
+        ...
+
     async def start(self, model_dir: Path, version: int) -> None:
         """Load a Hugging Face folder that holds `version` and get ready. Raises EngineError."""
         ...
@@ -49,7 +59,8 @@ class Engine(Protocol):
     async def generate(
         self, prompt_ids: list[int], *, seed: int, temperature: float, max_tokens: int, request_id: str
     ) -> Completion:
-        """Raises EngineError; on cancellation the request is aborted inside the engine."""
+        """Ends at a stop token, after `max_tokens` or at `max_model_len`. Raises EngineError: for this request alone,
+        or for all where `failed` says so. On cancellation the request is aborted inside the engine."""
         ...
 
     def progress(self, request_id: str) -> int:
@@ -57,7 +68,10 @@ class Engine(Protocol):
         ...
 
     async def update(self, version: int, shards: list[Path]) -> Update:
-        """Swap the weights for the verified safetensors files in `shards`, in flight: running requests go on."""
+        """Swap the weights for the verified safetensors files in `shards`, in flight: running requests go on.
+
+        Raises EngineError. Files of another model, older versions and unreadable files are refused before anything
+        is touched; after a failure in the middle of a swap the engine has `failed`."""
         ...
 
     def load(self) -> EngineLoad: ...

@@ -1,0 +1,118 @@
+"""How a worker's life ends: by a wish (SIGTERM, Drain) or by a failure, whichever comes first.
+
+Every wait of the main path goes through `unless_over`, so that no wait is left that a stop can't interrupt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from typing import Any, TypeVar
+
+__all__ = ["Ending", "Over", "delays", "in_daemon_thread", "together"]
+
+T = TypeVar("T")
+
+
+class Over(Exception):
+    """The worker shall leave, and why. Not an error: it is how `unless_over` interrupts."""
+
+
+class Ending:
+    def __init__(self) -> None:
+        self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.hurry = asyncio.Event()
+        """Set by a second wish to stop: what was to be finished is given up now."""
+
+    def stop(self, reason: str) -> None:
+        if self._over.done():
+            self.hurry.set()
+        else:
+            self._over.set_exception(Over(reason))
+
+    def fail(self, error: BaseException) -> None:
+        if not self._over.done():
+            self._over.set_exception(error)
+
+    async def unless_over(self, awaitable: Awaitable[T]) -> T:
+        """The result; or raises Over, or the failure of a background loop. The awaitable is then cancelled."""
+        task = asyncio.ensure_future(awaitable)
+        either: list[asyncio.Future[Any]] = [task, self._over]
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if self._over.done():
+                self._over.result()
+            return task.result()
+        finally:
+            await cancel(task)
+
+    async def wait(self) -> None:
+        """Until it is over: raises Over or the failure."""
+        await asyncio.shield(self._over)
+
+    def background(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run a loop beside the main path; where it fails, the worker does."""
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.fail(error)
+
+    async def close(self) -> None:
+        await cancel(*self._tasks)
+        if self._over.done():
+            self._over.exception()  # looked at: asyncio need not complain about it
+
+
+async def cancel(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel what is not done, and wait until it is."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def together(*coroutines: Coroutine[Any, Any, T]) -> list[T]:
+    """All results in order. The first failure cancels the rest, and is raised when they have ended."""
+    tasks = [asyncio.create_task(each) for each in coroutines]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        await cancel(*tasks)
+
+
+async def in_daemon_thread(function: Callable[..., T], *args: Any) -> T:
+    """Like asyncio.to_thread, but a thread that hangs in a store that is down does not keep the process from
+    ending."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def settle(set_it: Callable[[Any], None], value: Any) -> None:
+        if not done.done():
+            set_it(value)
+
+    def run() -> None:
+        try:
+            outcome: tuple[Callable[[Any], None], Any] = (done.set_result, function(*args))
+        except BaseException as error:  # noqa: BLE001  (handed to the awaiting task)
+            outcome = (done.set_exception, error)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, *outcome)
+
+    threading.Thread(target=run, name=getattr(function, "__name__", "work"), daemon=True).start()
+    return await done
+
+
+def delays(first_s: float, longest_s: float) -> Iterator[float]:
+    """Pauses between attempts: doubling, and jittered by half, so that a fleet does not come back in step."""
+    pause_s = first_s
+    while True:
+        yield pause_s * random.uniform(0.5, 1.0)
+        pause_s = min(longest_s, 2 * pause_s)

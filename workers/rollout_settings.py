@@ -1,0 +1,52 @@
+"""`[rollout]`: how a rollout worker runs on its machine. What the run is, it learns from the run.
+
+No heavy imports: the CLI and the run file read this section without loading an engine.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+__all__ = ["RolloutConfig"]
+
+Positive = Annotated[float, Meta(gt=0)]
+NotNegative = Annotated[float, Meta(ge=0)]
+
+
+class RolloutConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """`[rollout]`: the engine and the manners of a worker."""
+
+    engine: Literal["vllm", "reference"] = "vllm"
+    """vllm, or the small one on plain transformers (for tests and for platforms without vLLM)."""
+    cluster: str = "default"
+    """The name under which `async-rl lag` lists this worker."""
+    max_sequences: Annotated[int, Meta(ge=1)] = 64
+    """Sequences generated at once. On 2 CPU cores throughput of a 1M-parameter model grows to about here; a GPU
+    wants 128 to 512."""
+    max_groups: Annotated[int, Meta(ge=0)] = 0
+    """Leases held at once; 0: max_sequences // group_size, at least 1."""
+    max_model_len: Annotated[int, Meta(ge=0)] = 0
+    """Prompt and completion together, in tokens; 0: what the model allows, at most 4096 on a CPU (the KV cache of
+    one longest sequence must fit in memory)."""
+    dtype: Literal["bfloat16", "float16"] = "bfloat16"
+    """As published; the trainer's compute type should be the same."""
+    tensor_parallel: Annotated[int, Meta(ge=1)] = 1
+    kv_cache_gib: NotNegative = 0.0
+    """Size of the KV cache; 0: on a GPU what gpu_memory leaves, on a CPU 0.5 GiB."""
+    gpu_memory: Annotated[float, Meta(gt=0, le=1)] = 0.9
+    """Share of the GPU's memory the engine may take."""
+    cpu_bind: str = ""
+    """Cores of vLLM's CPU backend, for example `0-3`; empty: all that this process may use. With
+    tensor_parallel > 1, one list per part in vLLM's own notation, `0-3|4-7`."""
+    start_timeout_s: Positive = 600.0
+    """Of the engine. Large models load and compile for minutes."""
+    join_timeout_s: Positive = 600.0
+    """How long a worker that comes before the trainer waits for run.json and for the first version."""
+    reward_timeout_s: Positive = 60.0
+    """A reward that takes longer fails its lease."""
+    drain_s: NotNegative = 30.0
+    """On a stop, what is being generated may finish within this; the rest is given back."""
+    cache_dir: str = ""
+    """Where fetched versions are kept; empty: a temporary folder, removed at the end."""
