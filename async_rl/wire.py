@@ -52,7 +52,7 @@ class Array(Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, values: Any, dtype: Literal["<i4", "<i8", "<f4", "|u1"]) -> Array:
-        return cls(dtype, memoryview(np.ascontiguousarray(values, dtype=dtype).reshape(-1)).cast("B"))
+        return cls(dtype, np.ascontiguousarray(values, dtype=dtype).reshape(-1).view(np.uint8).data)
 
     def numpy(self) -> np.ndarray[Any, Any]:
         """A read-only view, shape [n]. Raises Malformed where the bytes are no whole number of items."""
