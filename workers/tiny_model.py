@@ -8,7 +8,8 @@ happens once, before policy version 0, and is the only supervised learning there
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -90,20 +91,40 @@ def make_tiny_model(
         )
     prepare_folder(folder, force)
     environment = TASKS[settings.task]
-    torch.manual_seed(settings.seed)
-    tokenizer, model = new_tokenizer(), new_model()
-    task = Task(make_environment(environment), tokenizer, END, PAD)
-    steps = (
-        warm_up(model, task, settings.steps, on_measure or (lambda measure: None)) if settings.steps else 0
-    )
-    model.to(torch.bfloat16)
-    reward = held_out_reward(model, task)
+    with _one_thread():
+        torch.manual_seed(settings.seed)
+        tokenizer, model = new_tokenizer(), new_model()
+        task = Task(make_environment(environment), tokenizer, END, PAD)
+        steps = 0
+        if settings.steps:
+            steps = warm_up(model, task, settings.steps, on_measure or (lambda measure: None))
+        model.to(torch.bfloat16)
+        reward = held_out_reward(model, task)
+    _quiet()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     record = TinyModel(settings, environment, parameters, steps, round(reward, 4))
     (folder / RECORD).write_bytes(msgspec.json.format(msgspec.json.encode(record)))
     return record
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """The matrices are so small that more threads gain little, and lose much where cores are busy; and the same
+    seed gives the same model on every number of cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _quiet() -> None:
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()  # a bar for one file of two megabytes
 
 
 def finished(folder: Path) -> TinyModel | None:

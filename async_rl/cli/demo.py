@@ -41,7 +41,7 @@ LIMIT_S = 3600.0
 MODEL_LIMIT_S = 600.0
 LEAVE_LIMIT_S = 30.0
 """For the worker to leave, once the trainer has."""
-STOP_GRACE_S = 20.0
+STOP_GRACE_S = 30.0
 POLL_S = 1.0
 ANSWER_S = 2.0
 

@@ -30,14 +30,19 @@ class Progress:
     def __init__(self, console: Console, steps: int) -> None:
         self._console = console
         self._steps = steps
+        self._answered = False
         self._started = time.monotonic()
         self._last_line = self._started - LINE_EVERY_S
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
 
     def waiting(self) -> None:
-        self._put(Text("trainer and worker are starting …", style="dim"), "trainer and worker are starting")
+        """No answer: not up yet, or already gone, and then the last picture stays."""
+        if not self._answered:
+            words = "trainer and worker are starting"
+            self._put(Text(f"{words} … {self._elapsed():.0f} s", style="dim"), words)
 
     def show(self, status: Status) -> None:
+        self._answered = True
         bar = ProgressBar(total=self._steps, completed=status.step, width=40)
         head = Table.grid(padding=(0, 2))
         head.add_row(bar, f"step {status.step} of {self._steps}", f"{self._elapsed():.0f} s")
