@@ -170,9 +170,13 @@ class Demo:
     def _worker_options(self) -> list[str]:
         rollout = self.config.rollout
         settings = {"engine": self.engine, "cluster": "demo", "max_sequences": rollout.max_sequences}
-        if rollout.cpu_bind:
-            settings["cpu_bind"] = rollout.cpu_bind
-        sets = [arg for key, value in settings.items() for arg in ("--set", f"rollout.{key}={value}")]
+        if cpu_bind := rollout.cpu_bind or last_core():
+            settings["cpu_bind"] = cpu_bind
+        sets = [
+            arg
+            for key, value in settings.items()
+            for arg in ("--set", f"rollout.{key}={toml_value(value)}")
+        ]
         return ["--store", self.store_url, "--orchestrator", self.address, "--worker-id", "demo-1", *sets]
 
     def _check(self, fleet: Fleet, deadline: float, awaited: str) -> None:
@@ -203,6 +207,16 @@ class Demo:
 
 def cli() -> list[str]:
     return [sys.executable, "-m", "async_rl"]
+
+
+def last_core() -> str:
+    """Where a CPU engine runs: one core, and not the trainer's. With more, its threads wait for each other at
+    every operation of so small a model, and for the one whose core the trainer is using; steps take twice as
+    long. Empty where there is only one."""
+    if not hasattr(os, "sched_getaffinity"):
+        return ""
+    cores = sorted(os.sched_getaffinity(0))
+    return str(cores[-1]) if len(cores) > 1 else ""
 
 
 def prepare_environment(store: dict[str, str]) -> None:

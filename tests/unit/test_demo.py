@@ -96,7 +96,7 @@ def test_the_example_is_the_run_file_that_comes_with_the_package():
 
 def test_the_demos_task_is_the_one_the_tiny_model_is_warmed_up_on():
     environment = read_run_file(ROOT / "examples/demo.toml").environment
-    ours, warmed_up = make_environment(environment), make_environment(TASKS["reverse"])
+    ours, warmed_up = make_environment(environment), make_environment(TASKS["reverse"].environment)
     assert [ours.prompt("train", i) for i in range(50)] == [warmed_up.prompt("train", i) for i in range(50)]
 
 
