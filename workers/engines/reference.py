@@ -119,7 +119,8 @@ class ReferenceEngine:
             raise EngineError(f"request {request_id}: {self._failure or 'the engine was not started'}")
         if not 0 < len(prompt_ids) < self._max_model_len:
             raise EngineError(
-                f"request {request_id}: a prompt of {len(prompt_ids)} tokens, at most {self._max_model_len - 1}"
+                f"request {request_id}: a prompt of {len(prompt_ids)} tokens, with one to generate the limit is "
+                f"{self._max_model_len}"
             )
         sequence = _Sequence(list(prompt_ids), seed, temperature, max_tokens, self._model.device)
         self._by_name[request_id] = sequence

@@ -17,7 +17,6 @@ Only this file and the extension import vllm.
 from __future__ import annotations
 
 import asyncio
-import gc
 import multiprocessing
 import os
 import time
@@ -144,6 +143,8 @@ class VLLMEngine:
             if self.config.cpu_bind and self.config.tensor_parallel == 1:
                 _pin_this_thread(self.config.cpu_bind)
         self._max_model_len = longest_sequence(model_dir, self.config.max_model_len, on_cpu)
+        if self._failure:  # closed meanwhile
+            raise EngineError(self._failure)
         try:
             return AsyncLLM.from_engine_args(
                 AsyncEngineArgs(**_arguments(self.config, model_dir, self._max_model_len, on_cpu))
@@ -159,6 +160,8 @@ class VLLMEngine:
     ) -> Completion:
         while True:
             await self._gate.wait()
+            if self.failed or self._llm is None:
+                raise self._error(None, f"request {request_id}")
             # From here to vLLM's own table of requests there is no await, so that an update sees the request there
             # or does not see it at all.
             request = _Request(self._version)
@@ -283,8 +286,11 @@ class VLLMEngine:
             log.debug("abort failed", request=name, error=str(error))
 
     def _error(self, error: Exception | None, what: str) -> EngineError:
-        if self.failed:
-            return EngineError(f"{what} was lost: {self._failure}", hint="restart the worker")
+        if self.failed or self._llm is None:
+            return EngineError(
+                f"{what} was lost: {self._failure or 'the engine was not started'}",
+                hint="restart the worker",
+            )
         reason = f"{type(error).__name__}: {error}" if error else "the stream of outputs ended early"
         return EngineError(f"vLLM refused or lost {what}: {reason}")
 
@@ -297,11 +303,12 @@ class VLLMEngine:
     async def close(self) -> None:
         """Stop vLLM's processes, ready or still starting. Nothing of theirs is left afterwards."""
         self._failure = self._failure or "the engine is closed"
-        if self._starting is not None and not self._starting.done():
-            for child in multiprocessing.active_children():
-                if child.name.startswith("EngineCore"):
-                    child.kill()  # the start then fails at once
+        if self._starting is not None and self._llm is None:  # closed while it starts
+            for process in _engine_processes():
+                process.kill()  # the start then fails at once
             await asyncio.wait([self._starting], timeout=CLOSE_S)
+            if self._starting.done() and self._starting.exception() is None:
+                self._llm = self._starting.result()
         if self._llm is not None and not self._llm.errored:
             try:
                 await asyncio.wait_for(self._llm.collective_rpc("policy_release"), CLOSE_S)
@@ -310,12 +317,18 @@ class VLLMEngine:
         if self._llm is not None:
             await asyncio.get_running_loop().run_in_executor(self._thread, _shut_down, self._llm)
             self._llm = None
-            gc.collect()  # vLLM's object is full of cycles; left to the interpreter's end, its __del__ fails loudly
         self._thread.shutdown(wait=False)
 
 
 def _shut_down(llm: Any) -> None:
     llm.shutdown(timeout=CLOSE_S)
+    for process in _engine_processes():  # killed by now, if not ended
+        process.join(CLOSE_S)
+    llm.shutdown = lambda: None  # its __del__ calls it once more, and fails loudly at the interpreter's end
+
+
+def _engine_processes() -> list[Any]:
+    return [child for child in multiprocessing.active_children() if child.name.startswith("EngineCore")]
 
 
 def _environment() -> dict[str, str]:

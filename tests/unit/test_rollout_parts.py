@@ -1,0 +1,187 @@
+"""The worker's small parts: how it ends, how it pauses, how it asks for rewards."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+
+import pytest
+
+from async_rl.errors import EnvironmentFailed, StoreUnavailable
+from async_rl.wire import Prompt
+from workers.rollout_ending import Ending, Over, delays, in_daemon_thread, together
+from workers.rollout_rewards import Rewards
+
+
+async def test_a_stop_interrupts_a_wait_and_cancels_what_was_awaited():
+    ending, cancelled = Ending(), asyncio.Event()
+
+    async def endless():
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    waiting = asyncio.create_task(ending.unless_over(endless()))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    ending.stop("SIGTERM")
+    with pytest.raises(Over, match="SIGTERM"):
+        await waiting
+    assert cancelled.is_set()
+    assert not ending.hurry.is_set()
+    ending.stop("SIGTERM")
+    assert ending.hurry.is_set(), "the second one means: at once"
+    with pytest.raises(Over):
+        await ending.unless_over(asyncio.Event().wait())
+
+
+async def test_a_loop_that_fails_ends_the_worker_with_its_error():
+    ending = Ending()
+
+    async def failing():
+        raise StoreUnavailable("gone")
+
+    ending.background(failing())
+    with pytest.raises(StoreUnavailable):
+        await ending.unless_over(asyncio.Event().wait())
+    ending.stop("later")
+    with pytest.raises(StoreUnavailable):
+        await ending.wait()
+    await ending.close()
+
+
+async def test_results_pass_through_while_nothing_ends():
+    async def answer():
+        return 42
+
+    ending = Ending()
+    assert await ending.unless_over(answer()) == 42
+    await ending.close()
+
+
+async def test_the_first_failure_of_several_cancels_the_others():
+    started, ended = asyncio.Event(), asyncio.Event()
+
+    async def endless():
+        started.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    async def failing():
+        await started.wait()
+        raise ValueError("no")
+
+    with pytest.raises(ValueError):
+        await together(endless(), failing())
+    assert ended.is_set()
+
+    async def same(x):
+        return x
+
+    assert await together(*(same(i) for i in range(3))) == [0, 1, 2]
+
+
+async def test_a_thread_hands_over_its_result_and_its_error():
+    assert await in_daemon_thread(lambda a: a + 1, 2) == 3
+    with pytest.raises(ZeroDivisionError):
+        await in_daemon_thread(lambda: 1 / 0)
+
+
+async def test_a_thread_that_hangs_does_not_keep_the_process():
+    hang, started, daemons = threading.Event(), asyncio.Event(), []
+    loop = asyncio.get_running_loop()
+
+    def work():
+        daemons.append(threading.current_thread().daemon)
+        loop.call_soon_threadsafe(started.set)
+        hang.wait()
+
+    task = asyncio.create_task(in_daemon_thread(work))
+    await started.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    hang.set()
+    assert daemons == [True]
+
+
+def test_pauses_double_up_to_a_limit_with_jitter():
+    for drawn, full in zip(
+        itertools.islice(delays(1.0, 10.0), 8), (1, 2, 4, 8, 10, 10, 10, 10), strict=True
+    ):
+        assert full / 2 <= drawn <= full
+
+
+class Task:
+    name, reward_range = "task", (0.0, 1.0)
+
+    def __init__(self, reward):
+        self._reward = reward
+
+    async def reward(self, prompt, completion):
+        return self._reward(prompt, completion)
+
+
+@pytest.fixture
+def rewards():
+    made = Rewards(timeout_s=30.0)
+    yield made
+    made.close()
+
+
+async def test_a_reward_is_a_number_made_beside_the_loop(rewards):
+    threads = []
+
+    def reward(prompt, completion):
+        threads.append(threading.current_thread())
+        return len(completion)
+
+    assert await rewards.score(Task(reward), Prompt(text="x"), "abc") == 3.0
+    assert threads[0] is not threading.current_thread()
+
+
+async def test_a_reward_that_blocks_its_thread_does_not_block_the_worker(rewards):
+    free = threading.Event()
+    scoring = asyncio.create_task(rewards.score(Task(lambda p, c: float(free.wait(20))), Prompt(), ""))
+    turns = 0
+    for _ in range(100):  # the worker's loop turns meanwhile
+        await asyncio.sleep(0)
+        turns += 1
+    assert turns == 100 and not scoring.done()
+    free.set()
+    assert await scoring == 1.0
+
+
+@pytest.mark.parametrize("value", ["high", None, float("nan"), float("inf"), True])
+async def test_what_is_no_finite_number_fails(rewards, value):
+    with pytest.raises(EnvironmentFailed, match="not a finite number"):
+        await rewards.score(Task(lambda p, c: value), Prompt(), "")
+
+
+async def test_what_the_environment_raises_is_named(rewards):
+    def reward(prompt, completion):
+        raise KeyError("answer")
+
+    with pytest.raises(EnvironmentFailed, match="KeyError: 'answer'"):
+        await rewards.score(Task(reward), Prompt(), "")
+
+
+async def test_a_reward_over_its_limit_fails_and_a_timeout_of_its_own_is_told_apart():
+    limited = Rewards(timeout_s=0.01)
+    hang = threading.Event()
+    with pytest.raises(EnvironmentFailed, match="longer than 0.01 s"):
+        await limited.score(Task(lambda p, c: float(hang.wait(20))), Prompt(), "")
+    hang.set()
+    limited.close()
+    free = Rewards(timeout_s=30.0)
+
+    def reward(prompt, completion):
+        raise TimeoutError("judge")
+
+    with pytest.raises(EnvironmentFailed, match="TimeoutError: judge"):
+        await free.score(Task(reward), Prompt(), "")
+    free.close()
