@@ -92,7 +92,6 @@ class Demo:
 
         self.console = console
         self.folder = folder
-        self.engine = engine
         self.server: LocalServer = LocalServer(folder / "store")
         self.store_url = f"{self.server.url}/demo"
         self.address = f"tcp://127.0.0.1:{free_ports(1)[0]}"
@@ -102,8 +101,11 @@ class Demo:
             "model": {"path": str(folder / "model")},
             "orchestrator": {"bind": self.address},
             "trainer": {"out": str(folder / "trainer")},
+            "rollout": {"engine": engine, "cluster": "demo"},
         }
-        self.run_file.write_text(run_toml(run_tables(places, overrides)), encoding="utf-8")
+        tables = run_tables(places, overrides)
+        self.run_file.write_text(run_toml(tables), encoding="utf-8")
+        self.worker_settings: dict[str, Any] = tables["rollout"]
         self.config = read_run_file(self.run_file)  # a wrong --set is refused before anything starts
 
     def run(self, started: float) -> float | None:
@@ -168,10 +170,8 @@ class Demo:
         return fleet.start(name, [*cli(), *argv], cwd=folder, log_path=self.folder / f"{name}.log")
 
     def _worker_options(self) -> list[str]:
-        rollout = self.config.rollout
-        settings = {"engine": self.engine, "cluster": "demo", "max_sequences": rollout.max_sequences}
-        if cpu_bind := rollout.cpu_bind or last_core():
-            settings["cpu_bind"] = cpu_bind
+        """Its [rollout] goes on its command line: a worker never sees the run file."""
+        settings = {"cpu_bind": last_core(), **self.worker_settings}
         sets = [
             arg
             for key, value in settings.items()
