@@ -233,6 +233,28 @@ def test_padded_rows_train_the_answers_and_nothing_else():
     assert targets.tolist() == [[-100, -100, -100, 8, END], [-100, 9, 10, END, -100]]
 
 
+def test_demonstrations_are_blurred_by_the_share_that_was_asked_for_and_end_where_they_should(tokenizer):
+    environment = make_environment(EnvironmentConfig("reverse"))
+    clear, blurred = (Task(environment, tokenizer, END, PAD, blur) for blur in (0.0, 0.5))
+    prompts = clear.prompts("train", 0, 400)
+    answers = clear.answer_ids(prompts)
+    assert clear.demonstrations(prompts, 1) == answers
+    shown = blurred.demonstrations(prompts, 1)
+    assert shown == blurred.demonstrations(prompts, 1) != blurred.demonstrations(prompts, 2)
+    letters = {token for answer in answers for token in answer[:-1]}
+    assert {token for row in shown for token in row[:-1]} <= letters
+    assert all(
+        row[-1] == END and len(row) == len(answer) for row, answer in zip(shown, answers, strict=True)
+    )
+    pairs = [
+        (a, b)
+        for row, answer in zip(shown, answers, strict=True)
+        for a, b in zip(row[:-1], answer, strict=False)
+    ]
+    wrong = sum(a != b for a, b in pairs) / len(pairs)
+    assert abs(wrong - 0.5 * 0.9) < 0.05, "one random letter in ten is the right one"
+
+
 @pytest.mark.slow
 def test_the_tiny_model_is_right_now_and_then(tmp_path: Path):
     """The promise of `async-rl model tiny`: held-out reward 0.30 to 0.45, of the weights on disk."""
