@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -101,3 +103,17 @@ def test_the_longest_sequence_is_the_models_bounded_on_a_cpu(tmp_path):
 def test_a_folder_without_a_config_is_refused(tmp_path):
     with pytest.raises(EngineError, match="config.json is missing"):
         stop_tokens(tmp_path)
+
+
+def test_an_engine_process_ends_when_its_worker_is_killed_and_not_before():
+    owner = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    code = (
+        "import threading; from workers.engines.vllm_extension import end_with;"
+        f"t = threading.Thread(target=end_with, args=({owner.pid},)); t.start(); print('watching', flush=True)"
+    )
+    engine = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert engine.stdout is not None and engine.stdout.readline() == b"watching\n"
+    assert engine.poll() is None
+    owner.kill()
+    owner.wait()
+    assert engine.wait(timeout=20) == 1

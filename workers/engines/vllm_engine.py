@@ -125,7 +125,7 @@ class VLLMEngine:
             ) from None
         # Asked now and kept by vLLM; in the first request it would put an await between the gate and the engine.
         await self._llm.get_supported_tasks()
-        await self._llm.collective_rpc("policy_protect")
+        await self._llm.collective_rpc("policy_protect", args=(os.getpid(),))
         self._version = version
         self._gate.set()
 

@@ -5,13 +5,16 @@ Arguments and results are plain lists, strings and numbers, which vLLM carries a
 
 from __future__ import annotations
 
+import os
+import select
 import signal
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 from safetensors import safe_open
 
-__all__ = ["PolicyExtension"]
+__all__ = ["PolicyExtension", "end_with"]
 
 
 class PolicyExtension:
@@ -19,12 +22,14 @@ class PolicyExtension:
 
     model_runner: Any  # vLLM's, from the Worker this is mixed into
 
-    def policy_protect(self) -> None:
-        """Leave it to the rollout worker when this process ends.
+    def policy_protect(self, owner: int) -> None:
+        """Leave it to the rollout worker, process `owner`, when this process ends: not before it, and with it.
 
         Ctrl-C and a supervisor's SIGTERM reach the whole process group. An engine that obeyed would take the
-        samples with it that the rollout worker, which got the same signal, is about to finish.
+        samples with it that the rollout worker, which got the same signal, is about to finish. And a worker that
+        is killed outright tells nobody: vLLM's processes would stay, and hold their memory.
         """
+        threading.Thread(target=end_with, args=(owner,), name="end-with-owner", daemon=True).start()
         self._handlers = {
             each: signal.signal(each, signal.SIG_IGN) for each in (signal.SIGINT, signal.SIGTERM)
         }
@@ -43,6 +48,20 @@ class PolicyExtension:
         counts = {name: len(state.output_token_ids) for name, state in self.model_runner.requests.items()}
         self.model_runner.reload_weights(weights_iterator=_tensors(shards))
         return counts
+
+
+def end_with(owner: int) -> None:
+    """Block until process `owner` has ended, then end this one. Returns at once where the system can't tell."""
+    if not hasattr(os, "pidfd_open"):
+        return
+    try:
+        watched = os.pidfd_open(owner)
+    except ProcessLookupError:
+        os._exit(1)
+    except OSError:  # forbidden here (a sandbox), or a process of another machine
+        return
+    select.select([watched], [], [])
+    os._exit(1)
 
 
 def _tensors(shards: list[str]) -> Iterator[tuple[str, Any]]:
