@@ -27,7 +27,9 @@ def load_toml(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"can't read the run file {path}: {error.strerror}", hint="check the path") from error
+        raise ConfigError(
+            f"can't read the run file {path}: {error.strerror}", hint="check the path"
+        ) from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text: {error}", hint="a run file is TOML") from error
     try:

@@ -60,5 +60,9 @@ def _value(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, str):
-        return value if value and not any(c in value for c in ' "=\n') else json.dumps(value, ensure_ascii=False)
+        return (
+            value
+            if value and not any(c in value for c in ' "=\n')
+            else json.dumps(value, ensure_ascii=False)
+        )
     return str(value).replace(" ", "")

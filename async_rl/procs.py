@@ -90,7 +90,6 @@ class Child:
             return True
         return True
 
-
     def wait_group(self, deadline: float) -> bool:
         """Whether the child and its whole group have ended by `deadline` (of time.monotonic)."""
         while self.running() or self.group_alive():
@@ -160,7 +159,8 @@ class Fleet:
             if code:
                 tail = child.log_tail()
                 raise ProcessFailed(
-                    f"the {child.name} process ended with {describe_exit(code)}" + (f":\n{tail}" if tail else ""),
+                    f"the {child.name} process ended with {describe_exit(code)}"
+                    + (f":\n{tail}" if tail else ""),
                     hint=f"its whole log: {child.log_path}" if child.log_path else "",
                 )
 

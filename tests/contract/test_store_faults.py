@@ -40,7 +40,9 @@ def test_a_missing_bucket_is_named_with_how_to_create_it(
         lambda: store.put_if_absent("k", data),
         lambda: list(store.list_after("")),
     ):
-        with pytest.raises(BucketMissing, match=r"no bucket 'not-there' at http.*async-rl store mb s3://not-there"):
+        with pytest.raises(
+            BucketMissing, match=r"no bucket 'not-there' at http.*async-rl store mb s3://not-there"
+        ):
             operation()
 
 

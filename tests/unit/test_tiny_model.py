@@ -203,7 +203,7 @@ def test_the_warm_up_stops_inside_its_goal_and_takes_back_a_jump_over_it(task: T
         weights.append(model.weight.detach().clone())
         return next(rewards)
 
-    def step(model, task, optimizer, first: int) -> float:
+    def step(model, task, optimizer, *, first: int, blur: float) -> float:
         with torch.no_grad():
             model.weight += optimizer.param_groups[0]["lr"]
         return 1.0
@@ -220,6 +220,23 @@ def test_the_warm_up_stops_inside_its_goal_and_takes_back_a_jump_over_it(task: T
     assert half == pytest.approx(float(full) * ramp / 2, rel=1e-3), "with half the learning rate"
 
 
+def test_a_blurred_warm_up_learns_the_task_first_and_then_doubt(task: Task, monkeypatch):
+    """Scripted rewards: unknown, known; then too sure, too unsure, inside."""
+    rewards = iter([0.5, 0.95, 0.8, 0.1, 0.4])
+    steps: list[tuple[float, float]] = []
+
+    def step(model, task, optimizer, *, first: int, blur: float) -> float:
+        steps.append((blur, optimizer.param_groups[0]["lr"]))
+        return 1.0
+
+    monkeypatch.setattr(warm_up, "held_out_reward", lambda model, task: next(rewards))
+    monkeypatch.setattr(warm_up, "_supervised_step", step)
+    blurred = Task(task.environment, task.tokenizer, END, PAD, blur=0.7)
+    assert warm_up.warm_up(torch.nn.Linear(1, 1), blurred, 100, lambda m: None) == 25
+    assert [blur for blur, _ in steps] == [0.0] * 10 + [0.7] * 15
+    assert steps[-1][1] == pytest.approx(steps[14][1] / 2, rel=0.5), "the second jump is half as long"
+
+
 def test_a_warm_up_that_misses_its_goal_says_where_it_ended(task: Task, monkeypatch):
     monkeypatch.setattr(warm_up, "held_out_reward", lambda model, task: 0.9)
     monkeypatch.setattr(warm_up, "_supervised_step", lambda *_, **__: 1.0)
@@ -233,14 +250,12 @@ def test_padded_rows_train_the_answers_and_nothing_else():
     assert targets.tolist() == [[-100, -100, -100, 8, END], [-100, 9, 10, END, -100]]
 
 
-def test_demonstrations_are_blurred_by_the_share_that_was_asked_for_and_end_where_they_should(tokenizer):
-    environment = make_environment(EnvironmentConfig("reverse"))
-    clear, blurred = (Task(environment, tokenizer, END, PAD, blur) for blur in (0.0, 0.5))
-    prompts = clear.prompts("train", 0, 400)
-    answers = clear.answer_ids(prompts)
-    assert clear.demonstrations(prompts, 1) == answers
-    shown = blurred.demonstrations(prompts, 1)
-    assert shown == blurred.demonstrations(prompts, 1) != blurred.demonstrations(prompts, 2)
+def test_demonstrations_are_blurred_by_the_share_that_was_asked_for_and_end_where_they_should(task: Task):
+    prompts = task.prompts("train", 0, 400)
+    answers = task.answer_ids(prompts)
+    assert task.demonstrations(prompts, 1, 0.0) == answers
+    shown = task.demonstrations(prompts, 1, 0.5)
+    assert shown == task.demonstrations(prompts, 1, 0.5) != task.demonstrations(prompts, 2, 0.5)
     letters = {token for answer in answers for token in answer[:-1]}
     assert {token for row in shown for token in row[:-1]} <= letters
     assert all(
