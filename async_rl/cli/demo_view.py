@@ -154,9 +154,7 @@ def _places(results: Results) -> RenderableType:
 def _commands(results: Results) -> RenderableType:
     store = shlex.quote(str(results.folder / "store"))
     return Group(
-        Text(
-            "To look further, start the store again and paste the export lines it prints in another shell:"
-        ),
+        Text("To look further, start the store and export in another shell what it prints:"),
         _text(f"  async-rl store up --dir {store}"),
         _text(f"  async-rl weights ls --store {results.store_url}"),
         _text(f"  async-rl weights pull newest --store {results.store_url} --out policy"),
