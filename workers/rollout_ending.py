@@ -9,12 +9,21 @@ import asyncio
 import contextlib
 import random
 import threading
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
+from async_rl.log import get_logger
+
 __all__ = ["Ending", "Over", "delays", "in_daemon_thread", "together"]
 
+log = get_logger(__name__)
+
 T = TypeVar("T")
+
+CANCEL_AGAIN_S = 0.5
+CANCEL_LIMIT_S = 15.0
+"""An update of the engine that has begun is finished first; everything else ends at once."""
 
 
 class Over(Exception):
@@ -73,10 +82,21 @@ class Ending:
 
 
 async def cancel(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel what is not done, and wait until it is."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    """Cancel what is not done, and wait until it is.
+
+    More than once: a cancellation that arrives in the moment in which what a task awaits is done can be
+    swallowed (asyncio.wait_for before Python 3.12, an engine that finishes its update first), and a loop would
+    go on for ever.
+    """
+    deadline = time.monotonic() + CANCEL_LIMIT_S
+    waiting = {task for task in tasks if not task.done()}
+    while waiting and time.monotonic() < deadline:
+        for task in waiting:
+            task.cancel()
+        _, waiting = await asyncio.wait(waiting, timeout=CANCEL_AGAIN_S)
+    for task in waiting:
+        log.warning("a task did not end when it was cancelled", task=str(task), limit_s=CANCEL_LIMIT_S)
+    await asyncio.gather(*(task for task in tasks if task.done()), return_exceptions=True)
 
 
 async def together(*coroutines: Coroutine[Any, Any, T]) -> list[T]:

@@ -61,8 +61,8 @@ def plot_run(metrics: Metrics, path: Path, *, max_lag: int) -> None:
     below.axhline(max_lag, color="black", linewidth=0.8, linestyle=":", label=f"limit {max_lag}")
     below.set_ylabel("lag (optimizer steps)")
     below.set_xlabel("policy version")
-    below.set_ylim(0, max_lag + 1)
-    below.legend(loc="lower right", ncols=3)
+    below.set_ylim(0, 1.6 * (max_lag + 1))  # room for the legend above the limit
+    below.legend(loc="upper right", ncols=3)
     for axes in (above, below):
         axes.grid(alpha=0.25)
     figure.savefig(path)

@@ -68,13 +68,7 @@ def assert_equal_to_checkpoint(policy: Path, url: str, step: int) -> None:
     compared = 0
     for name, parameter in loaded.named_parameters():
         assert parameter.dtype == torch.bfloat16
-        rows = [
-            tensor
-            for part in parts
-            for key, tensor in part.items()
-            if key in (name, f"{name}.param", f"param/{name}")
-        ]
-        assert rows, f"{name} is in no part: {sorted(parts[0])[:5]}"
+        rows = [part[f"{name}/param"] for part in parts if f"{name}/param" in part]
         master = torch.cat(rows)
         assert torch.equal(parameter.view(torch.int16), master.to(torch.bfloat16).view(torch.int16)), name
         compared += 1
@@ -139,7 +133,7 @@ def test_of_two_trainers_exactly_one_goes_on(tmp_path: Path, s3_url: str, tiny_m
         )
         code = run.finish(older, START_S)
         assert code != 0
-        assert "newer trainer" in run.log("older"), run.log("older")[-2000:]
+        assert "trainer incarnation 1 has taken the run" in run.log("older"), run.log("older")[-2000:]
         assert newer.running(), run.log("newer")[-2000:]
         claims = read_claims(open_store(s3_url))
         assert [c.incarnation for c in claims] == [claims[0].incarnation, claims[0].incarnation + 1]

@@ -10,7 +10,7 @@ import pytest
 
 from async_rl.errors import EnvironmentFailed, StoreUnavailable
 from async_rl.wire import Prompt
-from workers.rollout_ending import Ending, Over, delays, in_daemon_thread, together
+from workers.rollout_ending import Ending, Over, cancel, delays, in_daemon_thread, together
 from workers.rollout_rewards import Rewards
 
 
@@ -185,3 +185,23 @@ async def test_a_reward_over_its_limit_fails_and_a_timeout_of_its_own_is_told_ap
     with pytest.raises(EnvironmentFailed, match="TimeoutError: judge"):
         await free.score(Task(reward), Prompt(), "")
     free.close()
+
+
+async def test_a_loop_that_swallows_a_cancellation_is_cancelled_again():
+    """As asyncio.wait_for does before Python 3.12 when what it awaits is done in the same moment."""
+    rounds = 0
+
+    async def loop() -> None:
+        nonlocal rounds
+        while True:
+            rounds += 1
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                if rounds > 1:
+                    raise
+
+    task = asyncio.create_task(loop())
+    await asyncio.sleep(0)
+    await asyncio.wait_for(cancel(task), 10.0)
+    assert task.cancelled() and rounds == 2
