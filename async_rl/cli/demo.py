@@ -68,8 +68,11 @@ def command(folder: Path, engine: str, steps: int | None, overrides: tuple[str, 
     """
     from rich.console import Console
 
+    from async_rl.log import setup
+
     if steps is not None:
         overrides = (*overrides, f"trainer.steps={steps}")
+    setup("demo", "ERROR")  # a store that had to be killed at the end is no news here
     console = Console(highlight=False)
     started = time.monotonic()
     with stop_signals():
@@ -103,6 +106,7 @@ class Demo:
             "trainer": {"out": str(folder / "trainer")},
             "rollout": {"engine": engine, "cluster": "demo"},
         }
+        refuse_places(places, overrides)
         tables = run_tables(places, overrides)
         self.run_file.write_text(run_toml(tables), encoding="utf-8")
         self.worker_settings: dict[str, Any] = tables["rollout"]
@@ -253,6 +257,18 @@ def run_tables(places: dict[str, dict[str, Any]], overrides: tuple[str, ...]) ->
 
     text = resources.files("async_rl.cli").joinpath("demo.toml").read_text(encoding="utf-8")
     return merge_tables(merge_tables(tomllib.loads(text), parse_overrides(overrides)), places)
+
+
+def refuse_places(places: dict[str, dict[str, Any]], overrides: tuple[str, ...]) -> None:
+    """What the demo decides itself can't be set; taking no notice would be worse than saying so."""
+    from async_rl.config import parse_overrides
+
+    for section, table in parse_overrides(overrides).items():
+        for key in set(table) & set(places.get(section, {})):
+            raise ConfigError(
+                f"--set {section}.{key}: the demo decides this itself",
+                hint="use --engine" if key == "engine" else "use --dir, or the commands one by one (README)",
+            )
 
 
 def run_toml(tables: dict[str, Any]) -> str:
