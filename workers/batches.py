@@ -115,9 +115,11 @@ class BatchFeed:
             if told.failure is not None:
                 raise told.failure.error()
             if told.frame:
-                for version, node in told.nodes.items():
-                    self._lineage.nodes[version] = Node(*node)
-                self._lineage.newest = told.newest
+                if self._link is None:
+                    # Not on rank 0: what it told is older than what its publisher's thread has committed since.
+                    for version, node in told.nodes.items():
+                        self._lineage.nodes[version] = Node(*node)
+                    self._lineage.newest = told.newest
                 batch = decode(told.frame, limit=MAX_BATCH_BYTES)
                 assert isinstance(batch, Batch)
                 return batch

@@ -75,8 +75,6 @@ class TrainerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     models)."""
     attach_wait_s: Positive = 60.0
     """Limit on the wait for the orchestrator's first answer."""
-    flush_wait_s: Positive = 600.0
-    """Limit on the wait for a published version to be committed."""
     finish_wait_s: Positive = 600.0
     """Limit on the last held-out evaluation and the draining of workers."""
     collective_wait_s: Positive = 300.0

@@ -114,7 +114,7 @@ def run_rank(
             group, learner, publisher, feed, lineage, saver, metrics, trainer, attached, progress
         )
 
-        publisher.flush(trainer.flush_wait_s)
+        publisher.flush()
         if link is not None and progress.step >= trainer.steps:
             finished = link.finish(start.claim.incarnation, progress.step, True, trainer.finish_wait_s)
             for score in finished.evals:
@@ -223,7 +223,7 @@ class _Saver:
         one."""
         try:
             # The checkpoint names its version as the parent of the next: it must exist.
-            self._publisher.flush(self._trainer.flush_wait_s)
+            self._publisher.flush()
             progress = Progress(
                 progress.step,
                 self._publisher.committed,
@@ -298,7 +298,7 @@ def _begin(
         learner.restored(updates)
         log.info("resumed", checkpoint=start.checkpoint.name, step=step)
     publisher.publish(step)
-    publisher.flush(trainer.flush_wait_s)
+    publisher.flush()
     return Progress(step, publisher.committed, start.claim.incarnation, frontier, updates)
 
 

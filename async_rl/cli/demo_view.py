@@ -103,8 +103,10 @@ class Results(Struct, frozen=True):
 
     @property
     def reward_end(self) -> float | None:
-        """Held out, of the final version."""
-        return self.metrics.evals[-1]["eval/reward"] if self.metrics.evals else None
+        """Held out, of the version that the last step published; None where that was not measured."""
+        final = self.metrics.steps[-1]["version"] if self.metrics.steps else None
+        rewards = {row["eval/version"]: row["eval/reward"] for row in self.metrics.evals}
+        return rewards.get(final)
 
 
 def summary(results: Results, goal: float) -> RenderableType:

@@ -105,6 +105,12 @@ def _check(r: RunFile, where: str) -> None:
             hint="a Hugging Face folder; `async-rl model tiny --out DIR` makes one",
         )
     check_bind(r.orchestrator)
+    if r.trainer.finish_wait_s <= r.orchestrator.final_eval_s:
+        raise ConfigError(
+            f"{where}: trainer.finish_wait_s = {r.trainer.finish_wait_s:g} is not longer than "
+            f"orchestrator.final_eval_s = {r.orchestrator.final_eval_s:g}, which it waits for",
+            hint="lengthen the first or shorten the second",
+        )
     if r.trainer.publish_every > r.orchestrator.max_lag + 1:
         raise ConfigError(
             f"{where}: trainer.publish_every = {r.trainer.publish_every} with orchestrator.max_lag = "

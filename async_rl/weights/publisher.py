@@ -110,7 +110,7 @@ class Publisher:
         next: `on_commit` has the last word.) Raises the error of the publish before, or WaitTimeout if that
         hangs.
         """
-        self.flush(self._config.publish_limit_s + _LAST_ATTEMPT_S)
+        self.flush()
         self._snapshot.take()
         # A number is never used for two snapshots: the put of one that failed may have succeeded unheard.
         version, self._next = self._next, self._next + 1
@@ -120,9 +120,11 @@ class Publisher:
         self._thread.start()
         return version
 
-    def flush(self, timeout_s: float) -> None:
-        """Until the last published version is committed. Raises what stopped it (Fenced, StoreUnavailable,
-        …)."""
+    def flush(self, timeout_s: float | None = None) -> None:
+        """Until the last published version is committed. Raises what stopped it (Fenced, StoreUnavailable, …),
+        and WaitTimeout. Without a limit of its own it outlasts publish_limit_s, so that the cause is raised."""
+        if timeout_s is None:
+            timeout_s = self._config.publish_limit_s + _LAST_ATTEMPT_S
         if self._thread is not None:
             self._thread.join(timeout_s)
             if self._thread.is_alive():

@@ -182,10 +182,12 @@ def _wanted_version(store: ObjectStore, run: RunInfo, version: int | None) -> Ma
 
 
 def _drop_others(folder: Path, shards: set[str]) -> None:
-    """Weights in a `.partial` folder that an earlier pull of another version left behind."""
+    """Weights in a `.partial` folder that an earlier pull left behind: of another version, or half of one."""
     for path in folder.glob("*.safetensors"):
         if path.name not in shards:
             path.unlink()
+    for path in folder.glob(".*.part"):
+        path.unlink()
     if len(shards) == 1:
         (folder / _INDEX).unlink(missing_ok=True)
 

@@ -11,7 +11,7 @@ import pytest
 from async_rl.algo.staleness import Node
 from async_rl.store.file import FileStore
 from async_rl.wire import Array, Batch, Group, Key, Sample
-from workers.batches import Lineage, prepare
+from workers.batches import BatchFeed, Lineage, prepare
 
 
 def a_sample(reward: float = 0.0, **changes: Any) -> Sample:
@@ -117,3 +117,47 @@ def test_what_the_store_does_not_hold_connects_to_nothing(tmp_path: Path):
     assert a_lineage().connect(1, FileStore(f"file://{tmp_path}"))
     assert not a_lineage().connect(9, FileStore(f"file://{tmp_path}"))
     assert not a_lineage().connect(-1, FileStore(f"file://{tmp_path}"))
+
+
+def test_a_version_committed_while_a_batch_is_handed_out_stays_the_newest(monkeypatch):
+    """Rank 0's publisher commits between the reading of the lineage and the batch's arrival."""
+    lineage = Lineage()
+    lineage.committed(5, -1, 5)
+    feed = BatchFeed(
+        SoloGroup(),
+        LinkThat(lambda: lineage.committed(6, 5, 6)),
+        StoreThatIsNotRead(),
+        lineage,
+        incarnation=0,
+        limit_s=5.0,
+        stopping=lambda: False,
+    )
+    assert feed.next(6) is not None
+    assert lineage.newest == 6
+
+
+class SoloGroup:
+    """One rank; `broadcast` is where another thread gets its chance."""
+
+    rank, size = 0, 1
+
+    def max(self, tensor):
+        return tensor
+
+    def broadcast(self, data):
+        LinkThat.meanwhile()
+        return data
+
+
+class LinkThat:
+    meanwhile = staticmethod(lambda: None)
+
+    def __init__(self, meanwhile):
+        LinkThat.meanwhile = staticmethod(meanwhile)
+
+    def next_batch(self, incarnation, step, timeout_s, **_):
+        return Batch(incarnation=incarnation, step=step, groups=(), lags=(), frontier=0)
+
+
+class StoreThatIsNotRead:
+    pass
