@@ -17,9 +17,8 @@ import msgspec
 
 from async_rl.errors import ConfigError
 
-__all__ = ["Section", "load_toml", "merge_tables", "parse_overrides", "read_section", "read_sections"]
+__all__ = ["choices", "load_toml", "merge_tables", "parse_overrides", "read_section", "read_sections"]
 
-Section = msgspec.Struct
 S = TypeVar("S", bound=msgspec.Struct)
 
 
@@ -72,7 +71,7 @@ def read_section(cls: type[S], name: str, table: object, where: str) -> S:
     fields = {field.name: field for field in msgspec.structs.fields(cls)}
     for key in table:
         if key not in fields:
-            raise ConfigError(f"{where}: unknown key {key!r} in [{name}]", hint=_choices(key, fields))
+            raise ConfigError(f"{where}: unknown key {key!r} in [{name}]", hint=choices(key, fields))
     try:
         return msgspec.convert(table, cls)
     except msgspec.ValidationError as error:
@@ -93,7 +92,7 @@ def read_sections(
     for source, names in ((where, tables), ("--set", overrides)):
         for name in names:
             if name not in sections:
-                raise ConfigError(f"{source}: unknown section [{name}]", hint=_choices(name, sections))
+                raise ConfigError(f"{source}: unknown section [{name}]", hint=choices(name, sections))
     result = {}
     for name, cls in sections.items():
         table = tables.get(name, {})
@@ -114,7 +113,8 @@ def merge_tables(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, A
     return merged
 
 
-def _choices(wrong: str, valid: Iterable[str]) -> str:
+def choices(wrong: str, valid: Iterable[str]) -> str:
+    """The hint of an unknown name: `did you mean …? valid: …`."""
     names = sorted(valid)
     close = difflib.get_close_matches(wrong, names, n=1)
-    return (f"did you mean {close[0]!r}? " if close else "") + f"valid: {', '.join(names)}"
+    return (f"did you mean {close[0]!r}? " if close else "") + f"valid: {', '.join(names) or 'none'}"

@@ -14,7 +14,7 @@
     │   └── Fenced              a newer trainer owns the run: this one must stop
     ├── ProtocolError           a message could not be accepted
     │   ├── Malformed           not a message of this protocol (schema, size)
-    │   └── Refused             the other side said no; `retry` tells if asking again can help
+    │   └── Refused             the other side said no, and asking again can't help
     ├── WaitTimeout             a wait reached its limit; says what was awaited
     ├── EnvironmentFailed       the user's environment or reward function raised
     ├── EngineError             the inference engine failed
@@ -119,11 +119,7 @@ class Malformed(ProtocolError):
 
 
 class Refused(ProtocolError):
-    """The other side said no. `retry` is true where asking again later can help."""
-
-    def __init__(self, message: str, *, hint: str = "", retry: bool = False) -> None:
-        super().__init__(message, hint=hint)
-        self.retry = retry
+    pass
 
 
 class WaitTimeout(AsyncRLError):

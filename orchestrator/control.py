@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from typing import TypeAlias
 
 from async_rl.envs.base import Environment, EnvironmentConfig
-from async_rl.errors import EnvironmentFailed, Malformed
+from async_rl.errors import Malformed
 from async_rl.log import get_logger
 from async_rl.transport.base import printable
 from async_rl.wire import (
@@ -52,6 +52,7 @@ from orchestrator.config import EvalConfig, OrchestratorConfig, SamplingConfig
 from orchestrator.handshake import UNKNOWN_WORKER, Refusal, refuse_attach, refuse_hello, refuse_trainer
 from orchestrator.leases import Held, name_of
 from orchestrator.pool import Failure
+from orchestrator.prompts import prompt_of
 from orchestrator.roster import Roster, Worker
 from orchestrator.seeds import seeds_of
 from orchestrator.session import Asked, Session
@@ -61,6 +62,8 @@ from orchestrator.tally import Tally
 __all__ = ["Control", "Outgoing"]
 
 log = get_logger(__name__)
+
+_FINISHED = Drain("the run is finished")
 
 Outgoing: TypeAlias = list[tuple[bytes, AnyMessage]]
 
@@ -136,6 +139,11 @@ class Control:
         self._advance(now)
         return self._out
 
+    @property
+    def finished(self) -> bool:
+        """Whether nothing is left to do but to see the workers off."""
+        return self._leave_by is not None
+
     def ended(self, now: float) -> bool:
         """Whether the run is finished and the workers have left (or their time to do so is over)."""
         return self._leave_by is not None and (not self._roster.here or now >= self._leave_by)
@@ -146,7 +154,7 @@ class Control:
         old = self._session
         if old is not None and (peer, attach.incarnation) == (old.peer, old.incarnation):
             return self._send(peer, self._attached(old))  # it reconnected
-        refusal = refuse_attach(attach, old.attach if old else None, ended=self._leave_by is not None)
+        refusal = refuse_attach(attach, old.attach if old else None, ended=self.finished)
         if refusal is not None:
             return self._refuse(peer, refusal)
         if old is not None:
@@ -203,6 +211,7 @@ class Control:
         session.step = step
         if session.asked is None:
             session.asked = Asked(step, now)
+            log.debug("batch asked for", step=step, buffer=session.ledger.readiness(now).reason)
 
     def _on_finish(self, session: Session, finish: Finish, now: float) -> None:
         if session.finished is not None:
@@ -220,11 +229,12 @@ class Control:
 
     def _on_hello(self, peer: bytes, hello: Hello, now: float) -> None:
         session = self._session
-        holder = self._roster.holder(hello.worker, peer)
-        ended = self._leave_by is not None
-        refusal = refuse_hello(hello, session.attach if session else None, holder, now, ended=ended)
+        holder = None if self.finished else self._roster.holder(hello.worker, peer)
+        refusal = refuse_hello(hello, session.attach if session else None, holder, now)
         if refusal is not None:
             return self._refuse(peer, refusal)
+        if self.finished:  # no mistake of the worker's: it ends as those do that were here
+            return self._send(peer, _FINISHED)
         assert session is not None, "without a trainer every Hello is refused"
         if self._roster.at(peer) is None:
             log.info("worker joined", worker=hello.worker, cluster=hello.cluster, engine=hello.engine)
@@ -259,6 +269,8 @@ class Control:
 
     def _on_heartbeat(self, session: Session, worker: Worker, beat: Heartbeat, now: float) -> None:
         self._roster.beat(worker, beat)
+        if self.finished and beat.state != "draining":  # it did not get the first one
+            self._send(worker.peer, _FINISHED)
         for report in beat.progress:
             session.ledger.progress(report, worker.name, now)
             session.evals.progress(report, worker.name, now)
@@ -293,7 +305,9 @@ class Control:
         if key.split == "eval":
             obsolete = session.evals.deliver(lease, worker.name, group)
         else:
-            obsolete = session.ledger.deliver(lease, worker.name, group, result, now).obsolete
+            delivery = session.ledger.deliver(lease, worker.name, group, result, now)
+            obsolete = delivery.obsolete
+            log.debug("group taken", key=name_of(key), worker=worker.name, outcome=delivery.outcome)
         worker.groups_done += 1
         self._send(worker.peer, Ack(lease, key))
         if obsolete is not None:
@@ -376,14 +390,6 @@ class Control:
     def _lease(self, session: Session, held: Held) -> Lease:
         key = held.key
         evaluation = key.split == "eval"
-        try:
-            prompt = self._environment.prompt(key.split, key.ordinal)
-        except Exception as error:  # the user's code
-            raise EnvironmentFailed(
-                f"environment {self._settings.environment!r} raised for {key.split} prompt {key.ordinal}: "
-                f"{error!r}",
-                hint="an environment gives a prompt for every ordinal; fix it and start again",
-            ) from error
         oldest = (
             key.group
             if evaluation
@@ -392,7 +398,7 @@ class Control:
         return Lease(
             lease=held.lease,
             key=key,
-            prompt=prompt,
+            prompt=prompt_of(self._environment, key.split, key.ordinal),
             seeds=seeds_of(self._seed, key, 1 if evaluation else self._settings.group_size),
             sampling=self._sampling,
             deadline_s=self._config.lease_s,
@@ -406,7 +412,7 @@ class Control:
             return
         self._cancel(session.evals.give_up_all(), "the run is finished")
         for worker in self._roster.here:
-            self._send(worker.peer, Drain("the run is finished"))
+            self._send(worker.peer, _FINISHED)
         session.finished = Finished(self._take_evals(session))
         self._leave_by = now + self._config.drain_s
         self._send(session.peer, session.finished)

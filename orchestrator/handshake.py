@@ -63,9 +63,7 @@ def refuse_trainer(peer: bytes, incarnation: int, current: Attach | None, at: by
     return None
 
 
-def refuse_hello(
-    hello: Hello, current: Attach | None, holder: Worker | None, now: float, *, ended: bool
-) -> Refusal | None:
+def refuse_hello(hello: Hello, current: Attach | None, holder: Worker | None, now: float) -> Refusal | None:
     """`holder`: another process that is here under the worker's name."""
     if hello.protocol != PROTOCOL:
         reason = f"worker {hello.worker} speaks protocol {hello.protocol}, the orchestrator {PROTOCOL}"
@@ -78,8 +76,6 @@ def refuse_hello(
             f"this orchestrator serves run {current.run!r} (model {current.fingerprint})"
         )
         return Refusal("run", reason, "give the worker the store URL of the trainer's run")
-    if ended:
-        return Refusal("finished", "the run is finished", "nothing is left to do")
     if holder is not None:
         heard_s = now - holder.last_seen
         return Refusal(

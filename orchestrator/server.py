@@ -20,6 +20,7 @@ from async_rl.transport.base import Listener, from_here
 from async_rl.transport.zmq import ZmqListener
 from orchestrator.config import EvalConfig, OrchestratorConfig, SamplingConfig, check_bind
 from orchestrator.control import Control
+from orchestrator.prompts import check_prompts
 
 __all__ = ["run_orchestrator", "serve"]
 
@@ -37,7 +38,8 @@ async def serve(
     clock: Callable[[], float] = time.monotonic,
     stop: asyncio.Event,
 ) -> None:
-    """Until the run is finished and the workers have left, or `stop` is set.
+    """Until the run is finished and the workers have left, or `stop` is set. A run that is finished already
+    goes on to its end all the same: workers that nobody tells about it would look for us for ever.
 
     Each turn waits for: a message from anybody, the next tick, or the stop. Sending never waits: what a
     peer does not take is dropped, and asked for again.
@@ -46,8 +48,9 @@ async def serve(
     stopping = asyncio.create_task(stop.wait())
     ticked = clock()
     try:
-        while not stop.is_set() and not control.ended(clock()):
-            await asyncio.wait({receiving, stopping}, timeout=TICK_S, return_when=asyncio.FIRST_COMPLETED)
+        while not control.ended(clock()) and (control.finished or not stop.is_set()):
+            awaited = {receiving} if stopping.done() else {receiving, stopping}
+            await asyncio.wait(awaited, timeout=TICK_S, return_when=asyncio.FIRST_COMPLETED)
             outgoing = []
             if receiving.done():
                 peer, message = receiving.result()
@@ -78,9 +81,11 @@ def run_orchestrator(
 
     `address_file`: where to write the address for this machine's processes, for a parent that asked for
     port 0. Raises ConfigError where the address is taken, can't be bound, or could be reached from other
-    machines without leave; EnvironmentFailed where the environment has no prompt.
+    machines without leave, or the prompts can't be read; EnvironmentFailed where the environment has no
+    prompt.
     """
     check_bind(config)
+    check_prompts(environment, evaluation)
 
     async def main() -> None:
         listener = ZmqListener(config.bind)
@@ -105,7 +110,7 @@ def run_orchestrator(
             if address_file is not None:
                 _write_whole(address_file, from_here(listener.address))
             await serve(listener, control, stop=stop)
-            log.info("orchestrator stopped" if stop.is_set() else "run finished")
+            log.info("run finished" if control.finished else "orchestrator stopped")
         finally:
             await listener.close()
 

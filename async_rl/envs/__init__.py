@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
-from async_rl.config import read_section
+from async_rl.config import choices, read_section
 from async_rl.envs.arithmetic import Arithmetic
 from async_rl.envs.base import Environment, EnvironmentConfig, Split
 from async_rl.envs.jsonl import Jsonl
-from async_rl.envs.named import choices, construct, load_named
+from async_rl.envs.named import construct, load_class
 from async_rl.envs.reverse import Reverse
 from async_rl.errors import ConfigError
 
@@ -30,8 +30,15 @@ def make_environment(config: EnvironmentConfig) -> Environment:
     """
     where = f"environment {config.name!r}"
     if ":" in config.name:
-        cls: type[Environment] = load_named(config.name, what="environment.name")
-        return construct(cls, config.args, where=where)
+        cls = load_class(config.name, methods=("prompt", "reward"), what="environment.name")
+        environment: Environment = construct(cls, config.args, where=where)
+        for attribute in ("name", "reward_range"):  # these may be set by its __init__
+            if not hasattr(environment, attribute):
+                raise ConfigError(
+                    f"{where}: it has no {attribute}",
+                    hint="async_rl.envs.Environment says what an environment has",
+                )
+        return environment
     if config.name not in BUILT_IN:
         raise ConfigError(
             f"environment.name: there is no environment {config.name!r}",

@@ -11,7 +11,6 @@ function alone.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import math
 from collections.abc import Sequence
@@ -23,8 +22,9 @@ from msgspec import Meta, Struct
 
 from async_rl.envs.base import Split
 from async_rl.envs.draws import generator, hash_fraction
-from async_rl.envs.named import load_named
+from async_rl.envs.named import load_function
 from async_rl.errors import ConfigError, EnvironmentFailed
+from async_rl.threads import in_daemon_thread
 from async_rl.wire import Message, Prompt
 
 __all__ = ["Jsonl", "JsonlArgs", "exact_match", "read_prompts", "split_prompts"]
@@ -43,7 +43,8 @@ class JsonlArgs(Struct, frozen=True, forbid_unknown_fields=True):
     """A system turn put before each `prompt` (not before `messages`)."""
     reward: str = "async_rl.envs.jsonl:exact_match"
     """`module:function`, called as function(prompt: async_rl.wire.Prompt, completion: str) -> float; may be
-    async. A plain function runs in a thread, so a slow one does not hold up generation."""
+    async. A plain function runs in a thread of its own, so a slow one does not hold up generation, and one that
+    hangs no other."""
     reward_min: float = 0.0
     reward_max: float = 1.0
     eval_fraction: Annotated[float, Meta(ge=0, lt=1)] = 0.1
@@ -68,7 +69,7 @@ class Jsonl:
     def __init__(self, args: JsonlArgs) -> None:
         self.args = args
         self.reward_range = (args.reward_min, args.reward_max)
-        self._function = load_named(args.reward, what="environment.args.reward")
+        self._function = load_function(args.reward, what="environment.args.reward")
         self._splits: dict[Split, list[Prompt]] | None = None  # read at the first prompt
 
     def prompt(self, split: Split, ordinal: int) -> Prompt:
@@ -90,7 +91,7 @@ class Jsonl:
         if inspect.iscoroutinefunction(self._function):
             value = await self._function(prompt, completion)
         else:
-            value = await asyncio.to_thread(self._function, prompt, completion)
+            value = await in_daemon_thread(self._function, prompt, completion)
         try:
             return float(value)
         except (TypeError, ValueError) as error:

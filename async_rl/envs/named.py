@@ -1,31 +1,48 @@
 """Users' own code, named in a run file as `module:name`: loading it, with errors that say what was there
-instead."""
+instead.
+
+A worker gets these names from the orchestrator. They may lead to what was written for the purpose, not to any
+callable there is: `subprocess:Popen` is no environment, `os:system` no reward.
+"""
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
+from async_rl.config import choices
 from async_rl.errors import ConfigError, EnvironmentFailed
 
-__all__ = ["choices", "construct", "load_named"]
+__all__ = ["construct", "load_class", "load_function"]
 
 T = TypeVar("T")
 
 
-def load_named(name: str, *, what: str) -> Any:
-    """The object `module:attribute`. The current folder counts as a place of modules, whatever the entry
-    point.
+def load_class(name: str, *, methods: tuple[str, ...], what: str) -> type[Any]:
+    """The class `module:Class`. The current folder counts as a place of modules, whatever the entry point.
 
-    Raises ConfigError for a malformed name, a module that can't be imported, a missing or uncallable
-    attribute.
+    Raises ConfigError for a malformed name, a module that can't be imported, and where there is no class
+    that has these methods.
     """
+
+    def fits(found: Any) -> bool:
+        return inspect.isclass(found) and all(callable(getattr(found, each, None)) for each in methods)
+
+    kind = f"a class with the methods {' and '.join(methods)}"
+    return _load(name, fits, kind=kind, what=what)  # type: ignore[no-any-return]
+
+
+def load_function(name: str, *, what: str) -> Callable[..., Any]:
+    """The function `module:function`, plain or async. Raises ConfigError as `load_class` does."""
+    return _load(name, inspect.isfunction, kind="a function", what=what)  # type: ignore[no-any-return]
+
+
+def _load(name: str, fits: Callable[[Any], bool], *, kind: str, what: str) -> Any:
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute:
         raise ConfigError(
@@ -33,11 +50,11 @@ def load_named(name: str, *, what: str) -> Any:
         )
     module = _import(module_name, what)
     found = getattr(module, attribute, None)
-    if not callable(found):
-        problem = "is not callable" if hasattr(module, attribute) else "does not exist"
+    if not fits(found):
+        problem = f"is not {kind}" if hasattr(module, attribute) else "does not exist"
         raise ConfigError(
-            f"{what}: {attribute!r} {problem} in module {module_name!r} ({module.__file__})",
-            hint=choices(attribute, _callables(module)),
+            f"{what}: {attribute!r} {problem} in module {module_name!r} ({_place(module)})",
+            hint=choices(attribute, _own(module, fits)),
         )
     return found
 
@@ -77,16 +94,13 @@ def construct(cls: type[T], args: Mapping[str, Any], *, where: str) -> T:
         raise EnvironmentFailed(f"{where}: could not be built: {type(error).__name__}: {error}") from error
 
 
-def choices(wrong: str, valid: Iterable[str]) -> str:
-    """`did you mean …? valid: …`, as the configuration's own errors say it."""
-    names = sorted(valid)
-    close = difflib.get_close_matches(wrong, names, n=1)
-    return (f"did you mean {close[0]!r}? " if close else "") + f"valid: {', '.join(names) or 'none'}"
-
-
-def _callables(module: ModuleType) -> list[str]:
-    """Its own ones: what it imports from elsewhere is no choice."""
-    own = {
-        name: value for name, value in vars(module).items() if not name.startswith("_") and callable(value)
+def _own(module: ModuleType, fits: Callable[[Any], bool]) -> list[str]:
+    """What would do, of its own: what it imports from elsewhere is no choice."""
+    named = {
+        name: value for name, value in vars(module).items() if not name.startswith("_") and fits(value)
     }
-    return [name for name, value in own.items() if getattr(value, "__module__", "") == module.__name__]
+    return [name for name, value in named.items() if getattr(value, "__module__", "") == module.__name__]
+
+
+def _place(module: ModuleType) -> str:
+    return getattr(module, "__file__", None) or "built in"

@@ -59,6 +59,8 @@ _REFUSED_PAUSE_S = 0.2
 """Before attaching again to an orchestrator that does not know us: no busy loop where it goes on saying
 so."""
 
+_PICTURE_LIMIT_S = 1.0
+
 M = TypeVar("M", Attached, Batch, Finished, Status)
 
 
@@ -110,6 +112,7 @@ class TrainerLink:
         self._lock = threading.Lock()  # guards the socket
         self._unsent: deque[Published] = deque()
         self._attach: Attach | None = None
+        self._kept: deque[AnyMessage] = deque()  # arrived while something else was awaited
 
     def attach(self, attach: Attach) -> Attached:
         """Take the run. Raises errors.Refused (a newer trainer has it, or this is another run's
@@ -125,9 +128,11 @@ class TrainerLink:
             hint="is it running, and is this its address and port?",
         )
 
-    def next_batch(self, incarnation: int, step: int, timeout_s: float) -> Batch:
-        """The groups of step `step`. Asked again, the same answer. Raises errors.Refused and
-        WaitTimeout."""
+    def next_batch(self, incarnation: int, step: int, timeout_s: float, *, explain: bool = True) -> Batch:
+        """The groups of step `step`. Asked again, the same answer. Raises errors.Refused and WaitTimeout.
+
+        Without `explain` the WaitTimeout comes at once and says only what was awaited: for one slice of a
+        longer wait."""
         with self._lock:
             self._where(step=step)
         batch = self._request(
@@ -137,6 +142,7 @@ class TrainerLink:
             time.monotonic() + timeout_s,
             f"a batch for step {step}",
             timeout_s,
+            explain=explain,
         )
         with self._lock:
             self._where(frontier=batch.frontier)
@@ -167,6 +173,20 @@ class TrainerLink:
             timeout_s,
         )
 
+    def picture(self) -> str:
+        """What the orchestrator says about itself, in a sentence, for an error. Takes up to a second."""
+        with self._lock:
+            self._line.send(StatusRequest())
+        deadline = time.monotonic() + _PICTURE_LIMIT_S
+        while (left := deadline - time.monotonic()) > 0:
+            with self._lock:
+                answer = self._arrived(min(_SLICE_S, left))
+            if isinstance(answer, Status):
+                return _describe(answer)
+            if answer is not None:
+                self._kept.append(answer)
+        return f"nothing answers at {self._address}"
+
     def close(self) -> None:
         with self._lock:
             self._line.close()
@@ -190,6 +210,7 @@ class TrainerLink:
         awaited: str,
         limit_s: float,
         hint: str = "",
+        explain: bool = True,
     ) -> M:
         """Ask, and ask again, until an answer of `kind` that `matches` arrives. Late answers to earlier
         requests are passed over, but one to this very request, asked before with a shorter limit, is taken."""
@@ -215,9 +236,14 @@ class TrainerLink:
                     raise errors.Refused(answer.reason, hint=answer.hint)
                 refused = answer
                 ask_at = min(ask_at, now + _REFUSED_PAUSE_S)
-        raise WaitTimeout(f"waited {limit_s:g} s for {awaited}{self._picture(refused)}", hint=hint or _HINT)
+        why = f"; it said: {refused.reason}" if refused else f"; {self.picture()}" if explain else ""
+        raise WaitTimeout(f"waited {limit_s:g} s for {awaited}{why}", hint=hint or _HINT)
 
     def _recv(self, timeout_s: float) -> AnyMessage | None:
+        """The next message: what was kept comes first."""
+        return self._kept.popleft() if self._kept else self._arrived(timeout_s)
+
+    def _arrived(self, timeout_s: float) -> AnyMessage | None:
         try:
             return self._line.recv(timeout_s)
         except Malformed as error:
@@ -248,19 +274,6 @@ class TrainerLink:
                 self._line.send(here)
             self._line.send(Published(here.incarnation, here.version, here.version_step))
 
-    def _picture(self, refused: Refused | None) -> str:
-        """What the orchestrator says about itself, for the error of a wait that reached its limit."""
-        if refused is not None:
-            return f"; it said: {refused.reason}"
-        with self._lock:
-            self._line.send(StatusRequest())
-            deadline = time.monotonic() + 1.0
-            while (left := deadline - time.monotonic()) > 0:
-                answer = self._recv(left)
-                if isinstance(answer, Status):
-                    return f"; {_describe(answer)}"
-        return f"; nothing answers at {self._address}"
-
 
 def _describe(status: Status) -> str:
     """Why a batch may not be ready, in a sentence."""
@@ -283,7 +296,11 @@ _HINT = "is a rollout worker running, and is it getting on? see `async-rl lag`"
 
 
 class StatusLink:
-    """Asks any orchestrator for its Status, again and again over one connection."""
+    """Asks any orchestrator for its Status, again and again over one connection.
+
+    A request waits in the queue for an orchestrator that is not there yet, and is answered late. So a
+    connection whose request was not answered in time is given up: an answer always belongs to its request.
+    """
 
     def __init__(self, address: str) -> None:
         self._line = _Line(address, "watcher")
@@ -302,6 +319,8 @@ class StatusLink:
                 ) from error
             if isinstance(answer, Status):
                 return answer
+        self.close()
+        self._line = _Line(self._line.address, "watcher")
         raise WaitTimeout(
             f"no orchestrator answered at {self._line.address} within {timeout_s:g} s",
             hint="is it running? name another with --orchestrator tcp://host:port",

@@ -137,7 +137,9 @@ def test_arithmetic_holds_out_a_sum_together_with_its_mirror_image():
         ("jsonl", {}, ["path"]),
         ("no_such_module_at_all:Task", {}, ["no module 'no_such_module_at_all'", "current folder"]),
         ("tests.unit.test_envs:Oddity", {}, ["'Oddity' does not exist", "did you mean 'Odd'"]),
-        ("tests.unit.test_envs:GENERATED", {}, ["not callable"]),
+        ("tests.unit.test_envs:GENERATED", {}, ["not a class with the methods prompt and reward"]),
+        ("subprocess:Popen", {"args": ["touch", "oops"]}, ["'Popen' is not a class with the methods"]),
+        ("tests.unit.test_envs:Unranged", {}, ["it has no reward_range"]),
         ("tests.unit.test_envs:Odd", {"sizes": 3}, ["sizes", "valid arguments: size, fail"]),
         (":Odd", {}, ["module:name"]),
     ],
@@ -167,6 +169,16 @@ class Odd:
 
     async def reward(self, prompt: Prompt, completion: str) -> float:
         return len(completion) % 2
+
+
+class Unranged:
+    name = "unranged"
+
+    def prompt(self, split: Split, ordinal: int) -> Prompt:
+        return Prompt(text="?")
+
+    async def reward(self, prompt: Prompt, completion: str) -> float:
+        return 0.0
 
 
 def test_a_users_own_class_is_built_with_its_arguments():

@@ -169,3 +169,9 @@ def test_a_missing_reward_function_is_refused_with_the_modules_own_ones(question
         jsonl(questions, reward=f"{__name__}:halve")
     assert "did you mean 'half'" in str(refused.value) and "broken" in str(refused.value)
     assert "Path" not in refused.value.hint, "what the module imports is no choice"
+
+
+@pytest.mark.parametrize("reward", ["os:system", "subprocess:Popen", "sys:path"])
+def test_what_is_no_function_is_no_reward(questions: Path, reward: str):
+    with pytest.raises(ConfigError, match="is not a function"):
+        jsonl(questions, reward=reward)

@@ -137,4 +137,4 @@ def test_without_evaluation_nothing_is_measured():
     play.attach()
     assert all(lease.key.split == "train" for lease in play.leases(play.join(capacity=20)))
     assert play.say(TRAINER, wire.Finish(1, 0)) == [wire.Finished(())]
-    assert isinstance(play.say(b"w9:1", hello("w9"))[0], wire.Refused)
+    assert isinstance(play.say(b"w9:1", hello("w9"))[0], wire.Drain)

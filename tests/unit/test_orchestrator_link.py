@@ -15,7 +15,7 @@ from rich.console import Console
 from async_rl import errors, wire
 from async_rl.cli.lag import command, render
 from async_rl.errors import ConfigError, WaitTimeout
-from async_rl.transport.link import TrainerLink, ask_status
+from async_rl.transport.link import StatusLink, TrainerLink, ask_status
 from async_rl.transport.zmq import ZmqDialer, ZmqListener
 from async_rl.wire import Attach
 from orchestrator.server import serve
@@ -187,6 +187,72 @@ def test_a_wait_for_a_batch_ends_with_the_reason_why_there_is_none(running, link
     Worker(running.address, signal=False)
     with pytest.raises(WaitTimeout, match=r"w1 serving, version 0.*dropped: no_signal \d+"):
         link.next_batch(1, 0, 1.0)
+
+
+def test_a_slice_of_a_longer_wait_ends_without_asking_for_the_picture(running, link):
+    link.attach(attach())
+    with pytest.raises(WaitTimeout) as caught:
+        link.next_batch(1, 0, 0.1, explain=False)
+    assert caught.value.message == "waited 0.1 s for a batch for step 0"
+    assert "0 of 2 groups" in link.picture()
+
+
+def test_a_batch_that_arrives_while_the_picture_is_taken_is_kept():
+    """The orchestrator is played by hand: it answers NextBatch only when it has been asked for its Status."""
+    asked = []
+    with Scripted(asked) as address, TrainerLink(address, connect_timeout_s=LIMIT_S) as link:
+        link.attach(attach())
+        with pytest.raises(WaitTimeout, match="0 of 2 groups"):
+            link.next_batch(1, 0, 0.1)
+        assert link.next_batch(1, 0, LIMIT_S).step == 0
+    assert asked.count("NextBatch") == 1, "the batch travelled once"
+
+
+class Scripted:
+    """Answers in its own order, in a thread: Attached at once, the Batch right before the Status."""
+
+    def __init__(self, asked):
+        self.asked = asked
+
+    def __enter__(self):
+        ready = threading.Event()
+        self.thread = threading.Thread(target=lambda: asyncio.run(self._main(ready)), daemon=True)
+        self.thread.start()
+        assert ready.wait(LIMIT_S)
+        return self.address
+
+    async def _main(self, ready):
+        listener = ZmqListener("tcp://127.0.0.1:0")
+        self.address = listener.address
+        ready.set()
+        try:
+            while "StatusRequest" not in self.asked:
+                peer, message = await asyncio.wait_for(listener.recv(), LIMIT_S)
+                self.asked.append(type(message).__name__)
+                if isinstance(message, Attach):
+                    await listener.send(peer, wire.Attached("run", 0, 2))
+            await listener.send(peer, wire.Batch(1, 0, (), (), 0))
+            await listener.send(peer, Play().status())
+        finally:
+            await listener.close()
+
+    def __exit__(self, *_):
+        self.thread.join(LIMIT_S)
+
+
+def test_a_watcher_that_asked_before_anybody_was_there_gets_no_old_answers():
+    with ZmqPort() as address, StatusLink(address) as watcher:
+        with pytest.raises(WaitTimeout, match=address):
+            watcher.ask(0.1)
+        late = Running(address)
+        try:
+            assert watcher.ask(LIMIT_S).trainer == "absent"
+            with TrainerLink(address) as link:
+                link.attach(attach(version=7))
+                status = watcher.ask(LIMIT_S)
+                assert (status.trainer, status.newest_version) == ("training", 7)
+        finally:
+            late.stop()
 
 
 def test_nobody_at_the_address():

@@ -10,7 +10,7 @@ from async_rl import wire
 from async_rl.transport.memory import MemoryNetwork
 from orchestrator.config import EvalConfig
 from orchestrator.server import serve
-from tests.orchestration import VOCAB, Play, group, hello
+from tests.orchestration import TRAINER, VOCAB, Play, group, hello
 
 LIMIT_S = 10.0
 STEPS = 4
@@ -89,6 +89,26 @@ async def test_the_stop_ends_the_loop_at_once():
     serving = asyncio.ensure_future(serve(listener, Play().control, stop=stop))
     await asyncio.sleep(0)
     stop.set()
+    await asyncio.wait_for(serving, LIMIT_S)
+
+
+async def test_a_run_that_is_finished_is_served_to_its_end_though_the_stop_comes_first():
+    """A worker that missed the Drain, because it was away, must find somebody who repeats it."""
+    network = MemoryNetwork()
+    listener = network.bind()
+    play = Play()
+    play.attach()
+    w1 = play.join("w1")
+    play.say(TRAINER, wire.Finish(1, 0))
+    stop = asyncio.Event()
+    stop.set()
+    serving = asyncio.ensure_future(serve(listener, play.control, clock=lambda: play.now, stop=stop))
+    back, late = network.dial(listener.address, "back"), network.dial(listener.address, "late")
+    for dialer, name in ((late, "w2"), (back, "w3")):
+        await dialer.send(hello(name))
+        assert isinstance(await asyncio.wait_for(dialer.recv(), LIMIT_S), wire.Drain)
+    assert not serving.done(), f"{w1} is still here"
+    play.now += 10.0  # drain_s
     await asyncio.wait_for(serving, LIMIT_S)
 
 

@@ -1,0 +1,37 @@
+"""Prompts from the environment, which is the user's code: asking for one, with an error that names it."""
+
+from __future__ import annotations
+
+from async_rl.envs.base import Environment, Split
+from async_rl.errors import AsyncRLError, ConfigError, EnvironmentFailed
+from async_rl.wire import Prompt
+from orchestrator.config import EvalConfig
+
+__all__ = ["check_prompts", "prompt_of"]
+
+_HINT = "an environment gives a prompt for every ordinal; fix it and start again"
+
+
+def check_prompts(environment: Environment, evaluation: EvalConfig) -> None:
+    """Ask for the first prompt of each split that will be needed: what is wrong shows before anybody
+    connects, and not after the minutes in which a worker starts its engine. Raises as `prompt_of`."""
+    prompt_of(environment, "train", 0)
+    if evaluation.every:
+        prompt_of(environment, "eval", 0)
+
+
+def prompt_of(environment: Environment, split: Split, ordinal: int) -> Prompt:
+    """Raises ConfigError where the environment does (a file that can't be used), EnvironmentFailed for
+    anything else."""
+    where = f"environment {environment.name!r}, {split} prompt {ordinal}"
+    try:
+        prompt = environment.prompt(split, ordinal)
+    except ConfigError:
+        raise
+    except AsyncRLError as error:
+        raise EnvironmentFailed(f"{where}: {error.message}", hint=error.hint or _HINT) from error
+    except Exception as error:  # the edge to the user's code: whatever it raises
+        raise EnvironmentFailed(f"{where}: {type(error).__name__}: {error}", hint=_HINT) from error
+    if not isinstance(prompt, Prompt):
+        raise EnvironmentFailed(f"{where}: {prompt!r} is no async_rl.wire.Prompt", hint=_HINT)
+    return prompt
