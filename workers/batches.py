@@ -1,8 +1,7 @@
 """From the orchestrator's groups to what the learner trains, the same on every rank.
 
-    BatchFeed.next(step)     rank 0 waits for enough fresh groups; every rank gets the same bytes, or the
-    same error prepare(batch, …)        advantages, lag of every token along the lineage, and a last check
-    of what came in
+    BatchFeed.next(step)   rank 0 waits for enough fresh groups; every rank gets the same bytes, or the same error
+    prepare(batch, …)      advantages, lag of every token along the lineage, and a last check of what came in
 
 The orchestrator has admitted the groups and dropped those that grew too old. `prepare` looks again, because
 the limit on lag is a promise about what is *trained*, and only the trainer knows that.
@@ -129,7 +128,9 @@ class BatchFeed:
         assert self._link is not None
         left = self._limit_s - (time.monotonic() - started)
         try:
-            batch = self._link.next_batch(self._incarnation, step, min(_SLICE_S, max(left, 0.1)))
+            last = left <= _SLICE_S  # only then is a picture of the orchestrator worth its price
+            slice_s = min(_SLICE_S, max(left, 0.1))
+            batch = self._link.next_batch(self._incarnation, step, slice_s, explain=last)
             return self._tell(batch)
         except WaitTimeout as error:
             if left > _SLICE_S:

@@ -1,10 +1,9 @@
 """Checkpoints in the run's store: everything a trainer needs to go on, committed in one object, read by any
 number of ranks.
 
-    checkpoints/00000002-0000000040/rank-00000.safetensors   this rank's rows: masters and Adam's two
-    moments, float32 checkpoints/00000002-0000000040/rank-00000.json          Table: which rows, where they
-    lie, their hashes; the RNG checkpoints/00000002-0000000040.json                     Checkpoint: THE
-    COMMIT; names the tables by their hashes
+    checkpoints/00000002-0000000040/rank-00000.safetensors   this rank's rows: masters, Adam's two moments; float32
+    checkpoints/00000002-0000000040/rank-00000.json          Table: which rows, where they lie, hashes; the RNG
+    checkpoints/00000002-0000000040.json                     Checkpoint: THE COMMIT; names the tables by their hashes
 
 Names are incarnation-step: a later incarnation's checkpoints come after an earlier one's in every listing,
 so the newest is the last. Every rank writes its own rows, nothing is gathered; each then tells the others

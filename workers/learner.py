@@ -1,8 +1,7 @@
 """The policy being trained: FSDP2 over any number of ranks, float32 master weights, bfloat16 forward.
 
-    stats = learner.forward_backward(micro_batches, loss_tokens)    gradients of the whole batch, on every
-    rank's rows learner.optimizer_step(stats)                                   clip, AdamW; refused if
-    anything is not finite
+    stats = learner.forward_backward(micro_batches, loss_tokens)   gradients of the whole batch, on every rank's rows
+    learner.optimizer_step(stats)                                  clip, AdamW; refused if anything is not finite
 
 One rank takes the same path as many. Each decoder layer is one FSDP unit, sharded by rows; gradients are
 summed over ranks in float32 and never averaged: the loss is already divided by the loss tokens of the whole

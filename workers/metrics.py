@@ -4,20 +4,42 @@ A line per step (it has `reward/mean`), and a line per held-out evaluation as it
 `eval/reward`; its `step` is that of the measured version, which is older than the lines around it). Numbers
 that do not exist, or are not finite, are null.
 
-    step, version, incarnation, time            after the step; newest version published; seconds since the
-    epoch reward/mean, reward/min, reward/max         of the samples trained
-    samples, groups, tokens, tokens/mean        trained; loss tokens; loss tokens per sample
-    finish/length                               part of the samples that were cut off at max_tokens
-    loss, grad_norm, learning_rate, entropy     grad_norm before clipping; entropy in nats per token
-    ratio/mean, ratio/max                       pi / mu
-    clip/positive, clip/negative                tokens outside the trust region, by the sign of their
-    advantage lag/mean, lag/p50, lag/p95, lag/max         optimizer steps, of the samples trained
-    mismatch/abs_logprob, mismatch/kl_k3        |log pi - log mu| and k3 KL, mean over loss tokens
-    mismatch_lag0/abs_logprob, …/kl_k3, …/tokens   the same over the tokens sampled by the very policy being
-    trained refused, refused/total                      this step's update was refused (1) as not finite;
-    how many so far dropped/<reason>                            groups since the orchestrator's start, by
-    reason time/step_s, time/wait_batch_s, time/forward_backward_s, time/optimizer_s, time/publish_s,
-    time/checkpoint_s eval/reward, eval/version, eval/prompts     held-out evaluation of one version
+    step                           optimizer steps made, this one included
+    version                        newest version published
+    incarnation                    of the trainer, one more after every start
+    time                           of writing, seconds since the epoch
+
+    reward/mean, /min, /max        of the samples trained
+    samples, groups                trained
+    tokens, tokens/mean            loss tokens, in all and per sample
+    finish/length                  part of the samples that were cut off at max_tokens
+    lag/mean, /p50, /p95, /max     optimizer steps, of the samples trained
+    dropped/<reason>               groups since the orchestrator's start; of this step's batch for trainer_lag,
+                                   trainer_version and trainer_malformed
+
+    loss                           as minimised
+    grad_norm                      before clipping
+    learning_rate                  of this step
+    entropy                        of the policy, nats per token
+    ratio/mean, /max               pi / mu
+    clip/positive, /negative       part of the tokens outside the trust region, by the sign of their advantage
+    mismatch/abs_logprob           |log pi - log mu|, mean over loss tokens
+    mismatch/kl_k3                 k3 estimate of KL, mean over loss tokens
+    mismatch_lag0/tokens           loss tokens that were sampled by the very policy being trained
+    mismatch_lag0/abs_logprob      over those tokens
+    mismatch_lag0/kl_k3            over those tokens
+    refused                        1 where this step's update was refused as not finite, else 0
+    refused/total                  steps refused since the trainer's start
+
+    time/step_s                    the whole step, and its parts:
+    time/wait_batch_s              for a batch from the orchestrator
+    time/forward_backward_s
+    time/optimizer_s
+    time/publish_s                 for the version before to be committed; the rest is in the background
+    time/checkpoint_s              0 or so where none was due
+
+    eval/reward, eval/prompts      mean over a held-out evaluation, and of how many prompts
+    eval/version                   measured; `step` is this version's
 """
 
 from __future__ import annotations

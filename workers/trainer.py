@@ -1,10 +1,10 @@
 """The trainer: one loop, the same in every rank process.
 
     while step < steps:
-        batch   waits for: enough fresh groups            unblocked by: rollout workers, through the
-        orchestrator samples advantages within each group, lag of every token, packed without padding
-        stats   forward and backward; a step that is not finite is refused before the optimizer
-        publish waits for: the version before committed   then goes on in the background of the next step
+        batch    waits for: enough fresh groups, which rollout workers make and the orchestrator hands out
+        samples  advantages within each group, lag of every token, packed without padding
+        stats    forward and backward; a step that is not finite is refused before the optimizer
+        publish  waits for: the version before committed; then goes on in the background of the next step
         checkpoint, metrics
 
 Rank 0 alone talks to the orchestrator; all ranks write weights and checkpoints. The wait for a batch is the
