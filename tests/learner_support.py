@@ -14,7 +14,7 @@ import torch
 from async_rl.algo.losses import LossConfig
 from async_rl.algo.packing import MicroBatch, TrainSample, pack
 from workers.learner import Learner
-from workers.pretrained import hide_broken_torchaudio
+from workers.pretrained import hide_broken_media_packages
 from workers.process_group import RankGroup, rank_group
 from workers.settings import ModelConfig, TrainerConfig
 
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 def save_tiny_model(folder: Path, seed: int = 0, **changes: Any) -> Path:
     """A random Qwen3 of about 30k parameters; 5 of its matrices have a number of rows that 2 and 3 do not divide."""
-    hide_broken_torchaudio()
+    hide_broken_media_packages()
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)

@@ -29,9 +29,9 @@ def write_model(folder: Path, seed: int, *, memoryless: bool = False, layers: in
     (attention adds nothing), so what it says does not depend on who filled the KV cache."""
     import torch
 
-    from workers.pretrained import hide_broken_torchaudio
+    from workers.pretrained import hide_broken_media_packages
 
-    hide_broken_torchaudio()
+    hide_broken_media_packages()
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)

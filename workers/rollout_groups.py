@@ -17,6 +17,9 @@ class Texts:
     """The run's tokenizer and chat template."""
 
     def __init__(self, model_dir: Path) -> None:
+        from workers.pretrained import hide_broken_media_packages
+
+        hide_broken_media_packages()
         from transformers import AutoTokenizer
 
         try:

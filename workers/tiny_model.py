@@ -19,7 +19,7 @@ from msgspec import Struct
 
 from async_rl.envs import EnvironmentConfig, make_environment
 from async_rl.errors import ConfigError
-from workers.pretrained import hide_broken_torchaudio
+from workers.pretrained import hide_broken_media_packages
 from workers.warm_up import Measure, Task, held_out_reward, warm_up
 
 __all__ = [
@@ -160,7 +160,7 @@ def prepare_folder(folder: Path, force: bool) -> None:
 
 def new_tokenizer() -> Any:
     """A fast tokenizer, one token per printable ASCII character, special tokens for the turns of a chat."""
-    hide_broken_torchaudio()
+    hide_broken_media_packages()
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 
@@ -189,7 +189,7 @@ def new_model() -> Any:
     Two wide layers, not many narrow ones: they learn this in half the steps, and an engine's cost per token
     on a CPU is mostly its number of layers.
     """
-    hide_broken_torchaudio()
+    hide_broken_media_packages()
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(

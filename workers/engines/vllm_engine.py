@@ -33,6 +33,7 @@ from workers.engines.base import Completion, EngineLoad, Update
 from workers.engines.model_files import longest_sequence, stop_tokens
 from workers.engines.shards import Table, check_same_model, find_shards, read_table
 from workers.engines.spans import version_spans
+from workers.pretrained import hide_broken_media_packages
 from workers.rollout_settings import RolloutConfig
 
 __all__ = ["VLLMEngine"]
@@ -131,6 +132,7 @@ class VLLMEngine:
 
     def _start_vllm(self, model_dir: Path) -> Any:
         os.environ.update(_environment())
+        hide_broken_media_packages()
         try:
             from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.platforms import current_platform

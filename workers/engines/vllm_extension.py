@@ -1,6 +1,8 @@
 """What runs inside vLLM's worker processes: mixed into its Worker class, called through `collective_rpc`.
 
-Arguments and results are plain lists, strings and numbers, which vLLM carries as MessagePack: nothing is pickled.
+Arguments and results are plain lists, strings and numbers, which vLLM carries to its engine's process as MessagePack.
+With tensor_parallel > 1 vLLM pickles them between its own processes on this machine; nothing of ours is pickled, and
+no pickle comes from a socket or a store.
 """
 
 from __future__ import annotations
