@@ -197,7 +197,7 @@ class Heartbeat(Struct, frozen=True, array_like=True, tag="heartbeat"):
     tokens_per_s: Seconds = 0.0
     running: Count = 0  # sequences in the engine
     queued: Count = 0
-    sync_bytes: Count = 0  # downloaded from the store so far
+    sync_bytes: Count = 0  # of the versions fetched so far, what was downloaded for them
     pause_s: Seconds = 0.0  # the last pause of generation for an update
 
 

@@ -41,10 +41,11 @@ from async_rl.errors import (
 )
 from async_rl.log import get_logger
 from async_rl.store import ObjectStore, StoreConfig, open_store
+from async_rl.threads import in_daemon_thread
 from async_rl.transport.base import Dialer
 from async_rl.transport.zmq import ZmqDialer
 from async_rl.weights.config import WeightsConfig
-from async_rl.weights.run import RunInfo, wait_for_run
+from async_rl.weights.run import RunInfo, find_run
 from async_rl.weights.subscriber import LocalVersion, Subscriber
 from async_rl.wire import (
     PROTOCOL,
@@ -68,7 +69,7 @@ from async_rl.wire import (
 )
 from async_rl.wire import Refused as RefusedMessage
 from workers.engines import Completion, Engine, make_engine
-from workers.rollout_ending import Ending, Over, cancel, delays, in_daemon_thread, together
+from workers.rollout_ending import Ending, Over, cancel, delays, to_the_end, together
 from workers.rollout_groups import Texts, make_group
 from workers.rollout_rewards import Rewards
 from workers.rollout_settings import RolloutConfig
@@ -133,7 +134,7 @@ class RolloutWorker:
         self._settings: RunSettings | None = None
         self._environment: Environment | None = None
         self._texts: Texts | None = None
-        self._rewards = Rewards(config.reward_timeout_s)
+        self._rewards = Rewards(config.reward_timeout_s, config.reward_parallel)
 
         self._work: dict[int, _Work] = {}  # by lease
         self._unacked: dict[int, _Unacked] = {}  # by lease
@@ -505,7 +506,7 @@ class RolloutWorker:
             local = await in_daemon_thread(self.subscriber.fetch, manifest, self._on_fetched)
         finally:
             self._fetching = -1
-        self._sync_bytes += manifest.total_bytes
+        self._sync_bytes += local.fetched_bytes
         return local
 
     def _on_fetched(self, fraction: float) -> None:  # called from the fetching thread
@@ -514,9 +515,12 @@ class RolloutWorker:
     async def _serve(self, local: LocalVersion) -> None:
         self._state = "updating"
         try:
-            update = await self.engine.update(local.version, local.shards)
+            # A swap that a stop left half done would give wrong spans, or an engine that stands still, to the
+            # groups which are finished before the end.
+            update = await to_the_end(self.engine.update(local.version, local.shards))
         finally:
-            self._state = "serving"
+            if self._state == "updating":
+                self._state = "serving"
         self._pause_s = update.pause_s
         log.info("version served", version=local.version, step=local.step, pause_s=update.pause_s)
         await self._send(Credit(self._capacity, self.engine.version))
@@ -636,11 +640,13 @@ async def _find_run(store: ObjectStore, limit_s: float) -> RunInfo:
     """Waits for: run.json, which the trainer writes when it starts for the first time."""
     deadline = time.monotonic() + limit_s
     for pause_s in delays(0.5, LONGEST_PAUSE_S):
-        try:
-            return await in_daemon_thread(wait_for_run, store, 0.0)
-        except WaitTimeout:
-            if time.monotonic() + pause_s > deadline:
-                raise
-            log.info("waiting for the run to begin", store=store.url)
+        if (run := await in_daemon_thread(find_run, store)) is not None:
+            return run
+        if time.monotonic() + pause_s > deadline:
+            break
+        log.info("waiting for the run to begin", store=store.url)
         await asyncio.sleep(pause_s)
-    raise AssertionError("delays are endless")
+    raise WaitTimeout(
+        f"no run appeared at {store.url} within {limit_s:g} s",
+        hint="start the trainer, and check that both were given the same URL",
+    )

@@ -6,16 +6,14 @@ Every wait of the main path goes through `unless_over`, so that no wait is left 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
-import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 from async_rl.log import get_logger
 
-__all__ = ["Ending", "Over", "delays", "in_daemon_thread", "together"]
+__all__ = ["Ending", "Over", "cancel", "delays", "to_the_end", "together"]
 
 log = get_logger(__name__)
 
@@ -108,26 +106,20 @@ async def together(*coroutines: Coroutine[Any, Any, T]) -> list[T]:
         await cancel(*tasks)
 
 
-async def in_daemon_thread(function: Callable[..., T], *args: Any) -> T:
-    """Like asyncio.to_thread, but a thread that hangs in a store that is down does not keep the process from
-    ending."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
-
-    def settle(set_it: Callable[[Any], None], value: Any) -> None:
-        if not done.done():
-            set_it(value)
-
-    def run() -> None:
+async def to_the_end(coroutine: Coroutine[Any, Any, T]) -> T:
+    """The result of what must not be left half done. A cancellation waits until it is done, and is then raised."""
+    task = asyncio.create_task(coroutine)
+    cancellation: asyncio.CancelledError | None = None
+    while not task.done():
         try:
-            outcome: tuple[Callable[[Any], None], Any] = (done.set_result, function(*args))
-        except BaseException as error:  # noqa: BLE001  (handed to the awaiting task)
-            outcome = (done.set_exception, error)
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(settle, *outcome)
-
-    threading.Thread(target=run, name=getattr(function, "__name__", "work"), daemon=True).start()
-    return await done
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:  # perhaps more than one, see `cancel`
+            cancellation = error
+    if cancellation is None:
+        return task.result()
+    if not task.cancelled() and (failure := task.exception()) is not None:
+        log.warning("what a stop had to wait for has failed", error=str(failure))
+    raise cancellation
 
 
 def delays(first_s: float, longest_s: float) -> Iterator[float]:

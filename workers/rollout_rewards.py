@@ -1,7 +1,8 @@
 """Rewards, computed beside generation: in a thread with an event loop of its own.
 
 An environment is the user's code. It may block where it should await, take minutes, or raise; none of that may
-hold up the worker's heartbeats or its engine.
+hold up the worker's heartbeats or its engine. At most `parallel` rewards are computed at once; the clock of one
+starts when its turn has come, and when its time is up it gives its place back, also where it hangs for ever.
 """
 
 from __future__ import annotations
@@ -18,16 +19,27 @@ __all__ = ["Rewards"]
 
 
 class Rewards:
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, parallel: int) -> None:
         self._timeout_s = timeout_s
+        self._places = asyncio.Semaphore(parallel)
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True).start()
 
     async def score(self, environment: Environment, prompt: Prompt, completion: str) -> float:
-        """Raises EnvironmentFailed: it raised, gave no finite number, or took longer than the limit."""
+        """Raises EnvironmentFailed: it raised, gave no finite number, or took longer than the limit.
+
+        Waits for: a place (no reward holds one longer than the limit), then for the reward.
+        """
+        async with self._places:
+            value = await self._within_limit(environment, prompt, completion)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise EnvironmentFailed(f"the reward is {value!r}, not a finite number")
+        return float(value)
+
+    async def _within_limit(self, environment: Environment, prompt: Prompt, completion: str) -> object:
         running = asyncio.run_coroutine_threadsafe(_reward(environment, prompt, completion), self._loop)
         try:
-            value = await asyncio.wait_for(asyncio.wrap_future(running), self._timeout_s)
+            return await asyncio.wait_for(asyncio.wrap_future(running), self._timeout_s)
         except asyncio.CancelledError:
             running.cancel()
             raise
@@ -37,9 +49,6 @@ class Rewards:
             ) from None
         except Exception as error:
             raise EnvironmentFailed(f"the reward raised {type(error).__name__}: {error}") from error
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise EnvironmentFailed(f"the reward is {value!r}, not a finite number")
-        return float(value)
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)

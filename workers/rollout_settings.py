@@ -45,7 +45,9 @@ class RolloutConfig(Struct, frozen=True, forbid_unknown_fields=True):
     join_timeout_s: Positive = 600.0
     """How long a worker that comes before the trainer waits for run.json and for the first version."""
     reward_timeout_s: Positive = 60.0
-    """A reward that takes longer fails its lease."""
+    """A reward that takes longer fails its lease. The wait for its turn is not counted."""
+    reward_parallel: Annotated[int, Meta(ge=1)] = 64
+    """Rewards computed at once; more wait for their turn. A judge that is asked over the network may want more."""
     drain_s: NotNegative = 30.0
     """On a stop, what is being generated may finish within this; the rest is given back."""
     cache_dir: str = ""

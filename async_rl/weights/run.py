@@ -1,7 +1,7 @@
 """What a run is: run.json and the model's files, created once, never changed.
 
 A trainer calls `ensure_run`: the first one creates the run from its model folder, every later one is
-checked against it. A worker calls `open_run` and `fetch_model_files` and needs nothing else. The files lie
+checked against it. A worker calls `find_run` and `fetch_model_files` and needs nothing else. The files lie
 under `model/<hash>/<name>`: two trainers that start at once with different models can't mix their files,
 and the one whose run.json comes second is refused.
 
@@ -14,7 +14,7 @@ import hashlib
 import json
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, Protocol
 
@@ -27,7 +27,6 @@ from async_rl.errors import (
     Corrupt,
     ModelMismatch,
     NotFound,
-    WaitTimeout,
     WeightsError,
 )
 from async_rl.log import get_logger
@@ -42,9 +41,9 @@ __all__ = [
     "Shaped",
     "ensure_run",
     "fetch_model_files",
+    "find_run",
     "open_run",
     "tensor_table",
-    "wait_for_run",
 ]
 
 log = get_logger(__name__)
@@ -296,39 +295,24 @@ def _config_differences(data: bytes, config: Mapping[str, Any]) -> list[str]:
 # ---------------------------------------------------------------- everybody's side
 
 
-def open_run(store: ObjectStore) -> RunInfo:
-    """Raises WeightsError where there is no run, or one of a newer format; Corrupt for a broken
+def find_run(store: ObjectStore) -> RunInfo | None:
+    """None where no run has begun. Raises WeightsError for one of a newer format, Corrupt for a broken
     run.json."""
     try:
         return _read_run(store)
-    except NotFound as error:
+    except NotFound:
+        return None
+
+
+def open_run(store: ObjectStore) -> RunInfo:
+    """Like find_run, where there must be a run. Raises WeightsError where there is none."""
+    run = find_run(store)
+    if run is None:
         raise WeightsError(
             f"there is no run at {store.url}",
             hint="check the URL; a run begins when its trainer starts for the first time",
-        ) from error
-
-
-def wait_for_run(
-    store: ObjectStore,
-    timeout_s: float,
-    *,
-    poll_s: float = 1.0,
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
-) -> RunInfo:
-    """Like open_run, for a worker that was started before its trainer. Raises WaitTimeout."""
-    deadline = clock() + timeout_s
-    while True:
-        try:
-            return _read_run(store)
-        except NotFound:
-            left = deadline - clock()
-        if left <= 0:
-            raise WaitTimeout(
-                f"no run appeared at {store.url} within {timeout_s:g} s",
-                hint="start the trainer, and check that both were given the same URL",
-            )
-        sleep(min(poll_s, left))
+        )
+    return run
 
 
 def fetch_model_files(store: ObjectStore, run: RunInfo, folder: Path) -> None:

@@ -70,6 +70,7 @@ class LocalVersion(Struct, frozen=True):
     step: int
     shards: list[Path]  # safetensors files, all in one folder
     weight_map: dict[str, int]  # tensor name -> index into shards
+    fetched_bytes: int = 0  # downloaded for it now; packs that were on the disk already are not counted
 
 
 class Subscriber:
@@ -209,19 +210,20 @@ def _fetch_version(
     missing = [
         (pack, path) for pack, path in zip(manifest.packs, shards, strict=True) if not _holds(path, pack)
     ]
-    have = manifest.total_bytes - sum(pack.size for pack, _ in missing)
+    wanted = sum(pack.size for pack, _ in missing)
+    have = manifest.total_bytes - wanted
 
     def report(done: int) -> None:
         if progress is not None:
             progress((have + done) / max(1, manifest.total_bytes))
 
     report(0)
-    with disk_errors(folder, sum(pack.size for pack, _ in missing)):
+    with disk_errors(folder, wanted):
         folder.mkdir(parents=True, exist_ok=True)
         _download(store, missing, config, report)
     _check_contents(store, run, manifest, shards)
     log.debug("version fetched", version=manifest.version, bytes=manifest.total_bytes, reused_bytes=have)
-    return LocalVersion(manifest.version, manifest.step, shards, dict(manifest.weight_map))
+    return LocalVersion(manifest.version, manifest.step, shards, dict(manifest.weight_map), wanted)
 
 
 def _download(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -38,7 +39,7 @@ from async_rl.wire import (
 from async_rl.wire import Refused as RefusedMessage
 from orchestrator.acceptance import Fault, Requirements, examine
 from orchestrator.versions import Versions
-from tests.rollout_support import Judge, Orchestrator, Steps, Trainer, Truth
+from tests.rollout_support import Judge, Orchestrator, Steps, Trainer, Truth, until
 from tests.weights_support import ScriptedStore, raises
 from workers.engines import make_engine
 from workers.rollout import RolloutWorker
@@ -167,6 +168,38 @@ async def test_an_update_in_the_middle_of_a_group_gives_each_token_its_version(w
         await orchestrator.until(
             lambda: orchestrator.beat.version == 1 and orchestrator.beat.sync_bytes > 0, "the new version"
         )
+
+
+async def test_a_stop_during_an_update_lets_it_finish_so_that_the_last_groups_have_right_spans(world):
+    async with world() as w:
+        await w.serve()
+        steps, swap = Steps(w.engine), w.engine._swap
+        began, free = threading.Event(), threading.Event()
+
+        def gated(shards):
+            began.set()
+            assert free.wait(60.0), "the test did not go on"
+            swap(shards)
+
+        w.engine._swap = gated
+        await w.orchestrator.say(lease(max_tokens=50))
+        steps.allow(20)
+        await w.orchestrator.until(
+            lambda: [p.tokens for p in w.orchestrator.beat.progress] == [4 * 20], "20 steps"
+        )
+        await w.orchestrator.say(Announce(w.trainer.publish(), 1))
+        await w.orchestrator.until(lambda: w.orchestrator.beat.state == "updating", "the update")
+        steps.allow(1)  # the step that is in progress
+        await until(began.is_set, "the swap")
+        w.ending.stop("SIGTERM")
+        await until(lambda: any(task.cancelling() for task in w.ending._tasks), "the stop to be heard")
+        free.set()
+        assert await w.orchestrator.expect(Credit) == Credit(0, 1)
+        steps.allow(100)
+        done = await w.orchestrator.expect(GroupDone)
+        assert spans_of(done) == [[(0, 21), (1, 29)]] * 4
+        await w.orchestrator.say(Ack(done.lease, done.group.key))
+        await w.orchestrator.expect(Bye)
 
 
 async def test_an_environment_that_raises_fails_its_lease_and_no_other(world):

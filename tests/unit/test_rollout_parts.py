@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import subprocess
+import sys
 import threading
 
 import pytest
 
-from async_rl.errors import EnvironmentFailed, StoreUnavailable
+from async_rl.envs import EnvironmentConfig, make_environment
+from async_rl.errors import EnvironmentFailed, NotFound, StoreUnavailable, WaitTimeout
+from async_rl.threads import in_daemon_thread
+from async_rl.weights.run import ensure_run
 from async_rl.wire import Prompt
-from workers.rollout_ending import Ending, Over, cancel, delays, in_daemon_thread, together
+from tests.weights_support import MemoryStore, ScriptedStore, shapes, write_model_dir
+from workers.rollout import _find_run
+from workers.rollout_ending import Ending, Over, cancel, delays, to_the_end, together
 from workers.rollout_rewards import Rewards
 
 
@@ -85,6 +92,46 @@ async def test_the_first_failure_of_several_cancels_the_others():
     assert await together(*(same(i) for i in range(3))) == [0, 1, 2]
 
 
+async def test_what_must_not_be_left_half_done_is_finished_before_a_cancellation_is_raised():
+    async def swap(free: asyncio.Event, done: list[bool], error: Exception | None = None) -> int:
+        await free.wait()
+        done.append(True)
+        if error:
+            raise error
+        return 42
+
+    free, done = asyncio.Event(), []
+    for error in (None, StoreUnavailable("gone")):
+        free.clear()
+        task = asyncio.create_task(to_the_end(swap(free, done, error)))
+        for _ in range(3):  # `cancel` does it again and again
+            await asyncio.sleep(0)
+            task.cancel()
+        await asyncio.sleep(0)
+        assert not task.done()
+        free.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert done == [True, True]
+    assert await to_the_end(swap(free, done)) == 42
+    with pytest.raises(StoreUnavailable):
+        await to_the_end(swap(free, done, StoreUnavailable("gone")))
+
+
+async def test_a_worker_that_comes_first_waits_for_the_run(tmp_path):
+    store, made = MemoryStore(), []
+    store_of_a_run = ScriptedStore(store)
+
+    def not_yet(*_):
+        made.append(ensure_run(store, write_model_dir(tmp_path / "model"), shapes()))
+        raise NotFound("run.json")
+
+    store_of_a_run.on("get", "run.json", not_yet, times=1)
+    assert await _find_run(store_of_a_run, 30.0) == made[0]
+    with pytest.raises(WaitTimeout, match="no run appeared"):
+        await _find_run(MemoryStore(), 0.0)
+
+
 async def test_a_thread_hands_over_its_result_and_its_error():
     assert await in_daemon_thread(lambda a: a + 1, 2) == 3
     with pytest.raises(ZeroDivisionError):
@@ -128,7 +175,7 @@ class Task:
 
 @pytest.fixture
 def rewards():
-    made = Rewards(timeout_s=30.0)
+    made = Rewards(timeout_s=30.0, parallel=64)
     yield made
     made.close()
 
@@ -171,13 +218,13 @@ async def test_what_the_environment_raises_is_named(rewards):
 
 
 async def test_a_reward_over_its_limit_fails_and_a_timeout_of_its_own_is_told_apart():
-    limited = Rewards(timeout_s=0.01)
+    limited = Rewards(timeout_s=0.01, parallel=64)
     hang = threading.Event()
     with pytest.raises(EnvironmentFailed, match="longer than 0.01 s"):
         await limited.score(Task(lambda p, c: float(hang.wait(20))), Prompt(), "")
     hang.set()
     limited.close()
-    free = Rewards(timeout_s=30.0)
+    free = Rewards(timeout_s=30.0, parallel=64)
 
     def reward(prompt, completion):
         raise TimeoutError("judge")
@@ -185,6 +232,68 @@ async def test_a_reward_over_its_limit_fails_and_a_timeout_of_its_own_is_told_ap
     with pytest.raises(EnvironmentFailed, match="TimeoutError: judge"):
         await free.score(Task(reward), Prompt(), "")
     free.close()
+
+
+def hangs(prompt, completion):
+    """A plain reward function of a user's, named in an environment's arguments."""
+    if completion == "hang":
+        threading.Event().wait()
+    return 1.0
+
+
+HANGS = EnvironmentConfig("jsonl", {"path": "none", "reward": f"{__name__}:hangs"})
+
+
+async def test_rewards_that_hang_fail_one_by_one_and_starve_no_later_one():
+    rewards, environment = Rewards(timeout_s=0.02, parallel=2), make_environment(HANGS)
+    hanging = [rewards.score(environment, Prompt(), "hang") for _ in range(40)]
+    for failure in await asyncio.gather(*hanging, return_exceptions=True):
+        assert isinstance(failure, EnvironmentFailed) and "longer than 0.02 s" in str(failure)
+    rewards.close()
+    rewards = Rewards(timeout_s=30.0, parallel=2)
+    assert (
+        await asyncio.gather(*(rewards.score(environment, Prompt(), "") for _ in range(20))) == [1.0] * 20
+    )
+    rewards.close()
+
+
+async def test_the_wait_for_a_turn_is_not_counted_and_no_more_run_at_once_than_may():
+    rewards, now, most = Rewards(timeout_s=0.5, parallel=2), 0, 0
+
+    class Judge:
+        async def reward(self, prompt, completion):
+            nonlocal now, most
+            now += 1
+            most = max(most, now)
+            await asyncio.sleep(0.1)  # ten turns of it are longer than the limit
+            now -= 1
+            return 1.0
+
+    assert await asyncio.gather(*(rewards.score(Judge(), Prompt(), "") for _ in range(20))) == [1.0] * 20
+    assert most == 2
+    rewards.close()
+
+
+def test_a_reward_that_hangs_does_not_keep_the_process_from_ending():
+    program = f"""
+import asyncio
+from async_rl.envs import make_environment
+from async_rl.errors import EnvironmentFailed
+from async_rl.wire import Prompt
+from {__name__} import HANGS
+from workers.rollout_rewards import Rewards
+
+async def main():
+    rewards = Rewards(timeout_s=0.01, parallel=2)
+    try:
+        await rewards.score(make_environment(HANGS), Prompt(), "hang")
+    except EnvironmentFailed:
+        rewards.close()
+        return 7
+
+raise SystemExit(asyncio.run(main()))
+"""
+    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 7
 
 
 async def test_a_loop_that_swallows_a_cancellation_is_cancelled_again():

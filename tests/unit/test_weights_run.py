@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from async_rl.errors import ConfigError, Corrupt, ModelMismatch, StoreUnavailable, WaitTimeout, WeightsError
-from async_rl.weights.run import FORMAT, RunInfo, ensure_run, fetch_model_files, open_run, wait_for_run
+from async_rl.errors import ConfigError, Corrupt, ModelMismatch, StoreUnavailable, WeightsError
+from async_rl.weights.run import FORMAT, RunInfo, ensure_run, fetch_model_files, find_run, open_run
 from tests.weights_support import SHAPES, MemoryStore, ScriptedStore, raises, shapes, write_model_dir
 
 
@@ -176,24 +176,13 @@ def test_a_folder_without_a_language_model_is_refused(tmp_path: Path) -> None:
         ensure_run(MemoryStore(), write_model_dir(tmp_path / "vision", vocab_size=None), shapes())
 
 
-def test_a_worker_waits_for_the_run_up_to_a_limit(model_dir: Path) -> None:
+def test_a_run_is_found_once_it_has_begun(model_dir: Path) -> None:
     store = MemoryStore()
-    now = [0.0]
-
-    def sleep(seconds: float) -> None:
-        now[0] += seconds
-
-    with pytest.raises(WaitTimeout, match="no run appeared"):
-        wait_for_run(store, 3.0, clock=lambda: now[0], sleep=sleep)
-    assert now[0] == 3.0
-    run = wait_for_run(
-        store, 3.0, clock=lambda: now[0], sleep=lambda _: void(ensure_run(store, model_dir, shapes()))
-    )
-    assert run == open_run(store)
-
-
-def void(_: object) -> None:
-    pass
+    assert find_run(store) is None
+    with pytest.raises(WeightsError, match="there is no run"):
+        open_run(store)
+    run = ensure_run(store, model_dir, shapes())
+    assert find_run(store) == open_run(store) == run
 
 
 def test_a_run_of_a_newer_format_asks_for_an_upgrade(model_dir: Path) -> None:
