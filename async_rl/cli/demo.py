@@ -267,7 +267,9 @@ def refuse_places(places: dict[str, dict[str, Any]], overrides: tuple[str, ...])
         for key in set(table) & set(places.get(section, {})):
             raise ConfigError(
                 f"--set {section}.{key}: the demo decides this itself",
-                hint="use --engine" if key == "engine" else "use --dir, or the commands one by one (README)",
+                hint="use --engine"
+                if key == "engine"
+                else "use --dir, or the commands one by one (README)",
             )
 
 
