@@ -99,8 +99,17 @@ def read_sections(
         if not isinstance(table, Mapping):
             raise ConfigError(f"{where}: [{name}] must be a table, found {table!r}")
         source = f"{where} with --set" if name in overrides else where
-        result[name] = read_section(cls, name, merge_tables(table, overrides.get(name, {})), source)
+        laid_over = _numbers_as_text(cls, overrides.get(name, {}))
+        result[name] = read_section(cls, name, merge_tables(table, laid_over), source)
     return result
+
+
+def _numbers_as_text(cls: type[msgspec.Struct], table: Mapping[str, Any]) -> dict[str, Any]:
+    """On a command line quotes are the shell's: `--set rollout.cpu_bind=1` means text where text is wanted."""
+    text = {field.name for field in msgspec.structs.fields(cls) if field.type is str}
+    return {
+        key: str(value) if key in text and type(value) is int else value for key, value in table.items()
+    }
 
 
 def merge_tables(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:

@@ -66,6 +66,12 @@ def test_what_can_not_be_meant_is_refused_with_place_and_choices(tables, overrid
         assert words in str(caught.value)
 
 
+def test_a_number_on_the_command_line_is_text_where_text_is_wanted():
+    assert read({}, "left.name=1")["left"].name == "1"
+    with pytest.raises(ConfigError, match=r"left.name: expected `str`, got `int`"):
+        read({"left": {"name": 1}})
+
+
 def test_override_values_are_toml_and_bare_words_are_strings():
     assert parse_overrides(["a.x=1", "a.y=1e-3", "a.z=true", "a.s=s3://b/c", 'a.q="1"', "a.l=[1, 2]"]) == {
         "a": {"x": 1, "y": 1e-3, "z": True, "s": "s3://b/c", "q": "1", "l": [1, 2]}
