@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -223,13 +224,20 @@ def _prepare_group(
             tokens_C=sample.tokens.numpy(),
             logprobs_C=sample.logprobs.numpy(),
             mask_C=sample.mask.numpy(),
-            lags_C=np.repeat([lag for lag, _ in by_span], [tokens for _, tokens in by_span]),
+            lags_C=_token_lags(by_span),
             advantage=advantage,
         )
         _check_values(train, vocab_size)
         samples.append(train)
         lags.append(sample_lag(by_span))
     return samples, lags
+
+
+def _token_lags(by_span: list[tuple[int, int]]) -> np.ndarray[Any, Any]:
+    """[C]: of the oldest policy that had a part in each token. After an update in mid-sample a newer policy
+    samples, but from the cache that the older one computed."""
+    lags_C = np.repeat([lag for lag, _ in by_span], [tokens for _, tokens in by_span])
+    return np.maximum.accumulate(lags_C)
 
 
 def _check_values(sample: TrainSample, vocab_size: int) -> None:

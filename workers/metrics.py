@@ -25,7 +25,7 @@ that do not exist, or are not finite, are null.
     clip/positive, /negative       part of the tokens outside the trust region, by the sign of their advantage
     mismatch/abs_logprob           |log pi - log mu|, mean over loss tokens
     mismatch/kl_k3                 k3 estimate of KL, mean over loss tokens
-    mismatch_lag0/tokens           loss tokens that were sampled by the very policy being trained
+    mismatch_lag0/tokens           loss tokens whose sample is, so far, all by the policy being trained
     mismatch_lag0/abs_logprob      over those tokens
     mismatch_lag0/kl_k3            over those tokens
     refused                        1 where this step's update was refused as not finite, else 0

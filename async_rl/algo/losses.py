@@ -54,8 +54,9 @@ class LossConfig(Struct, frozen=True, forbid_unknown_fields=True):
 class TokenSums(NamedTuple):
     """Sums over loss tokens, scalar tensors without gradient: they add over micro-batches and ranks.
 
-    `fresh_*` are the same over the tokens with lag 0, sampled by the very policy that is being trained:
-    there pi and mu differ only by the arithmetic of learner and engine.
+    `fresh_*` are the same over the tokens with lag 0: the very policy that is being trained sampled them and
+    all tokens before them. There pi and mu differ only by the arithmetic of learner and engine. (After an
+    update in mid-sample the engine goes on from the old policy's KV cache: not fresh.)
     """
 
     loss: Tensor

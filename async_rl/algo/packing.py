@@ -40,9 +40,7 @@ class TrainSample:
     tokens_C: np.ndarray[Any, Any]  # token ids
     logprobs_C: np.ndarray[Any, Any]  # behaviour logprobs
     mask_C: np.ndarray[Any, Any]  # nonzero: a loss token
-    lags_C: np.ndarray[
-        Any, Any
-    ]  # optimizer steps between the policy that sampled the token and the learner
+    lags_C: np.ndarray[Any, Any]  # optimizer steps back to the oldest policy with a part in the token
     advantage: float
 
     @property

@@ -59,7 +59,9 @@ def prepared(batch: Batch, *, max_lag: int = 2, lineage: Lineage | None = None):
 def test_a_group_becomes_samples_with_advantages_and_lags():
     result = prepared(a_batch((a_sample(1.0), a_sample(0.0, spans=[1, 1, 2, 2], finish="length"))))
     assert [sample.advantage for sample in result.samples] == [0.5, -0.5]
-    assert [sample.lags_C.tolist() for sample in result.samples] == [[1, 1, 1], [1, 0, 0]]
+    assert [sample.lags_C.tolist() for sample in result.samples] == [[1, 1, 1], [1, 1, 1]], (
+        "the newer policy went on from the older one's cache"
+    )
     assert result.lags == [1, 1]
     assert result.rewards == [1.0, 0.0]
     assert (result.groups, result.cut_off, result.loss_tokens) == (1, 1, 6)
