@@ -25,7 +25,7 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest tests/unit -q $(ARGS)
+	$(BIN)/python -m pytest tests/unit -q -m "not slow" $(ARGS)
 
 bench: $(READY)
 	$(BIN)/python -m tests.bench $(ARGS)
