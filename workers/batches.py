@@ -22,7 +22,15 @@ from msgspec import Struct
 from async_rl.algo.advantages import group_advantages
 from async_rl.algo.packing import TrainSample
 from async_rl.algo.staleness import Node, sample_lag, span_lags, version_lag
-from async_rl.errors import AsyncRLError, Corrupt, Malformed, NotFound, ProtocolError, WaitTimeout
+from async_rl.errors import (
+    AsyncRLError,
+    Corrupt,
+    Malformed,
+    NotFound,
+    ProtocolError,
+    StoreError,
+    WaitTimeout,
+)
 from async_rl.log import get_logger
 from async_rl.store.base import ObjectStore
 from async_rl.transport.link import TrainerLink
@@ -38,6 +46,9 @@ log = get_logger(__name__)
 _SLICE_S = 2.0
 """The wait for a batch is cut into slices: after each, ranks agree on whether to stop, and hear that rank 0
 lives."""
+
+_CHECK_S = 5.0
+"""While a batch is awaited, a newer trainer is looked for this often: one list request."""
 
 
 class Lineage:
@@ -96,9 +107,14 @@ class BatchFeed:
         incarnation: int,
         limit_s: float,
         stopping: Callable[[], bool],
+        check_ours: Callable[[], None] = lambda: None,
     ) -> None:
+        """`check_ours` raises Fenced once a newer trainer has taken the run. Rank 0 asks it while it waits: the
+        workers follow the newer trainer's versions, so a batch may never come, and without a batch there is
+        no publish that would find out."""
         self._group, self._link, self._store, self._lineage = group, link, store, lineage
         self._incarnation, self._limit_s, self._stopping = incarnation, limit_s, stopping
+        self._check_ours, self._checked = check_ours, time.monotonic()
         self._told: set[int] = set()  # versions all ranks know
 
     def next(self, step: int) -> Batch | None:
@@ -135,7 +151,7 @@ class BatchFeed:
             return self._tell(batch)
         except WaitTimeout as error:
             if left > _SLICE_S:
-                return _Told()
+                return self._still_ours()
             failure = WaitTimeout(
                 f"no batch for step {step} within batch_wait_s = {self._limit_s:g} s: {error.message}",
                 hint="see `async-rl lag`: is a rollout worker serving, and is it getting on?",
@@ -143,6 +159,18 @@ class BatchFeed:
             return _Told(failure=Report.of(failure))
         except AsyncRLError as error:
             return _Told(failure=Report.of(error))
+
+    def _still_ours(self) -> _Told:
+        if time.monotonic() - self._checked < _CHECK_S:
+            return _Told()
+        self._checked = time.monotonic()
+        try:
+            self._check_ours()
+        except StoreError as error:  # the store's word is missing, not against us
+            log.debug("could not look for a newer trainer", reason=error.message)
+        except AsyncRLError as error:
+            return _Told(failure=Report.of(error))
+        return _Told()
 
     def _tell(self, batch: Batch) -> _Told:
         assert self._store is not None

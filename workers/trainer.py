@@ -33,7 +33,7 @@ from async_rl.log import get_logger
 from async_rl.store import ObjectStore, StoreConfig, open_store
 from async_rl.transport.link import TrainerLink
 from async_rl.weights.config import WeightsConfig
-from async_rl.weights.lineage import Claim, Manifest, claim, list_versions
+from async_rl.weights.lineage import Claim, Manifest, check_not_fenced, claim, list_versions
 from async_rl.weights.publisher import Publisher
 from async_rl.weights.ranks import from_rank0
 from async_rl.weights.run import RunInfo, ensure_run
@@ -107,6 +107,7 @@ def run_rank(
             incarnation=start.claim.incarnation,
             limit_s=trainer.batch_wait_s,
             stopping=stopping.is_set,
+            check_ours=lambda: check_not_fenced(bucket, start.claim),
         )
         metrics = stack.enter_context(MetricsFile(Path(trainer.out) if group.rank == 0 else None))
         saver = _Saver(bucket, group, learner, publisher, trainer, start)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,10 @@ import numpy as np
 import pytest
 
 from async_rl.algo.staleness import Node
+from async_rl.errors import Fenced, StoreUnavailable, WaitTimeout
 from async_rl.store.file import FileStore
 from async_rl.wire import Array, Batch, Group, Key, Sample
+from workers import batches
 from workers.batches import BatchFeed, Lineage, prepare
 
 
@@ -136,6 +139,37 @@ def test_a_version_committed_while_a_batch_is_handed_out_stays_the_newest(monkey
     )
     assert feed.next(6) is not None
     assert lineage.newest == 6
+
+
+def test_a_trainer_that_waits_for_batches_in_vain_hears_that_it_was_replaced(monkeypatch):
+    """The workers follow the newer trainer: no batch will come, so no publish will ever find out."""
+    monkeypatch.setattr(batches, "_SLICE_S", 0.01)
+    monkeypatch.setattr(batches, "_CHECK_S", 0.05)
+    answers = iter([StoreUnavailable("away"), Fenced("trainer incarnation 1 has taken the run")])
+
+    def check_ours() -> None:
+        raise next(answers)
+
+    feed = BatchFeed(
+        SoloGroup(),
+        LinkWithout(),
+        StoreThatIsNotRead(),
+        a_lineage(),
+        incarnation=0,
+        limit_s=20.0,
+        stopping=lambda: False,
+        check_ours=check_ours,
+    )
+    with pytest.raises(Fenced, match="incarnation 1"):
+        feed.next(6)
+
+
+class LinkWithout:
+    """No batch is ever ready."""
+
+    def next_batch(self, incarnation, step, timeout_s, **_):
+        time.sleep(timeout_s)
+        raise WaitTimeout("no batch")
 
 
 class SoloGroup:
