@@ -48,9 +48,9 @@ def ls(store_url: str, as_json: bool) -> None:
             str(m.step),
             str(m.parent) if m.parent >= 0 else "-",
             str(m.incarnation),
-            m.kind,
-            f"{m.total_bytes / 1e6:.2f}",
-            str(len(m.packs)),
+            m.way.kind,
+            f"{m.way.total_bytes / 1e6:.2f}",
+            str(len(m.way.packs)),
             f"{max(0.0, time.time() - m.created):.0f} s",
             "" if admissible(m, claims) else "of a replaced trainer, ignored",
         )

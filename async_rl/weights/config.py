@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
 __all__ = ["WeightsConfig"]
 
 Positive = Annotated[float, Meta(gt=0)]
+NotNegative = Annotated[float, Meta(ge=0)]
+AtLeastOne = Annotated[int, Meta(ge=1)]
+Count = Annotated[int, Meta(ge=0)]
 
 
 class WeightsConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -30,3 +33,33 @@ class WeightsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     cache_versions: Annotated[int, Meta(ge=1)] = 2
     """Versions a subscriber keeps on disk: the one it serves and the one before, still mapped during a
     swap."""
+
+    codec: Literal["default", "small"] = "default"
+    """default: deltas near the entropy of the change, readable without the weights, so that they can be composed.
+    small: a third smaller still, with contexts from the base weights; half as fast, and composing them needs a
+    copy of the weights."""
+    delta_pack_bytes: Annotated[int, Meta(ge=1)] = 32 << 20
+    """Coded tiles are gathered into packs of about this size; a rank holds two of them in memory, one that is
+    uploaded and one that fills."""
+    merge_after_s: NotNegative = 0.2
+    """A version that is still on its way after this wait is not waited for: the next one will carry both changes."""
+    anchor_every: AtLeastOne = 1024
+    """Versions between two anchors at the most, whatever the deltas between them cost."""
+    anchor_cost: Positive = 0.2
+    """A new anchor is due when the shortest path from the newest one costs more than this part of its bytes (and
+    the deltas since then have cost as much as an anchor): a worker that joins reads at most about 1.2 anchors."""
+    skip_spans: tuple[Annotated[int, Meta(ge=2)], ...] = (4, 16, 64, 256)
+    """Skip deltas over this many versions, at their multiples: a worker that was away reads O(log n) of them."""
+    keep_versions: AtLeastOne = 64
+    """Garbage collection keeps a path to this many of the newest versions (and to what live workers hold)."""
+    gc_every: Count = 64
+    """The trainer collects garbage after this many versions. 0: never; there is `async-rl weights gc`."""
+    gc_grace_s: NotNegative = 900.0
+    """Between the notice that objects are garbage and their deletion, by the store's clock: longer than the longest
+    fetch of a version."""
+    scrub_every: Count = 256
+    """A subscriber hashes its whole copy of the weights after this many versions: an update only sees what it
+    touches. 0: never."""
+    beat_s: Positive = 60.0
+    """How often a worker writes into the bucket which versions it still needs. It counts as gone after five times as
+    long."""

@@ -34,9 +34,12 @@ __all__ = [
     "Claim",
     "Manifest",
     "Pack",
+    "TableRef",
     "Verdict",
+    "Way",
     "admissible",
     "check_not_fenced",
+    "check_way",
     "claim",
     "decide",
     "list_versions",
@@ -64,12 +67,35 @@ class Claim(Struct, frozen=True):
     created: float  # seconds since the epoch, by the trainer's clock: for people, never compared
 
 
+class TableRef(Struct, frozen=True):
+    """Where a delta pack's table of tiles stands."""
+
+    start: Count  # byte in the object
+    size: Count  # bytes
+    sha256: str
+
+
 class Pack(Struct, frozen=True):
     """One immutable safetensors object."""
 
     key: str
     size: Count  # bytes
     sha256: str
+    table: TableRef | None = None  # of delta packs
+
+
+class Way(Struct, frozen=True):
+    """How to get the state of a version: from that of `base`, or from nothing."""
+
+    base: int  # the version a delta changes; -1: full
+    packs: tuple[Pack, ...]
+    total_bytes: Count  # of the packs
+    weight_map: dict[str, Count] = {}  # full: tensor name -> index into packs
+    changed: Count = 0  # delta: weights that it changes
+
+    @property
+    def kind(self) -> str:
+        return "full" if self.base < 0 else "delta"
 
 
 class Manifest(Struct, frozen=True):
@@ -81,13 +107,9 @@ class Manifest(Struct, frozen=True):
     nonce: str  # of the claim
     parent: int  # the version this one followed on its branch, -1 for the first
     dtype: Literal["bfloat16", "float16"]
-    packs: tuple[Pack, ...]
-    weight_map: dict[str, Count]  # tensor name -> index into packs
-    digest: str  # of the whole state, see state_digest
+    way: Way  # the one it was published with; ways.py has the others
+    digest: str  # of the whole state: codec/digest.py, 16 hex digits
     created: float
-    total_bytes: Count  # of the packs
-    kind: str = "full"
-    base: int = -1  # the version a delta changes; -1 for a full one
 
 
 class Verdict(Enum):
@@ -121,7 +143,7 @@ def decide(ours: Claim, wanted: Manifest, found: Manifest) -> Verdict:
     if found.nonce == ours.nonce:
         # Other packs under our nonce: an earlier publish of ours, given up, whose put had succeeded after
         # all.
-        return Verdict.DONE if found.packs == wanted.packs else Verdict.SKIP
+        return Verdict.DONE if found.way == wanted.way else Verdict.SKIP
     if found.incarnation < ours.incarnation and found.version >= ours.first_version:
         return Verdict.SKIP
     # Also our own incarnation under another nonce (a store that doesn't enforce conditional puts let two
@@ -199,14 +221,20 @@ def read_manifest(store: ObjectStore, version: int) -> Manifest:
     manifest = _read(store, key, Manifest)
     if manifest.version != version:
         raise Corrupt(f"{key} in {store.url} says it is version {manifest.version}")
-    if any(index >= len(manifest.packs) for index in manifest.weight_map.values()):
-        raise Corrupt(f"{key} in {store.url} places tensors in packs it does not list")
-    if manifest.kind != "full":
-        raise WeightsError(
-            f"version {version} is of kind {manifest.kind!r}, which this async-rl can't read",
-            hint="it was written by a newer async-rl: upgrade this one",
-        )
+    check_way(manifest.way, version, f"{key} in {store.url}")
     return manifest
+
+
+def check_way(way: Way, version: int, what: str) -> None:
+    """Raises Corrupt, naming `what`, for a way that contradicts itself."""
+    if any(index >= len(way.packs) for index in way.weight_map.values()):
+        raise Corrupt(f"{what} places tensors in packs it does not list")
+    if way.base < -1 or way.base >= version:
+        raise Corrupt(f"{what} leads from version {way.base} to {version}")
+    if way.base >= 0 and any(pack.table is None for pack in way.packs):
+        raise Corrupt(f"{what} is a delta with a pack that has no table")
+    if sum(pack.size for pack in way.packs) != way.total_bytes:
+        raise Corrupt(f"{what} gives {way.total_bytes} bytes for packs of another size")
 
 
 def _numbers(store: ObjectStore, prefix: str, after: int) -> Iterator[int]:

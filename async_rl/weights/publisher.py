@@ -32,7 +32,7 @@ from async_rl.log import get_logger
 from async_rl.store.base import ObjectStore, Upload
 from async_rl.weights import lineage
 from async_rl.weights.config import WeightsConfig
-from async_rl.weights.lineage import Claim, Manifest, Pack, Verdict
+from async_rl.weights.lineage import Claim, Manifest, Pack, Verdict, Way
 from async_rl.weights.packs import Transfer, assign_owners, plan_packs, schedule
 from async_rl.weights.ranks import RankLost, Ranks, Report, open_ranks
 from async_rl.weights.run import RunInfo
@@ -212,8 +212,8 @@ class Publisher:
                 "version committed",
                 version=manifest.version,
                 step=step,
-                bytes=manifest.total_bytes,
-                packs=len(manifest.packs),
+                bytes=manifest.way.total_bytes,
+                packs=len(manifest.way.packs),
                 seconds=took,
             )
             if self._on_commit is not None:
@@ -281,13 +281,16 @@ class Publisher:
             nonce=self._claim.nonce,
             parent=self._parent,
             dtype=self._run.dtype,
-            packs=packs,
-            weight_map={
-                spec.name: index for index, plan in enumerate(self._plans) for spec in plan.tensors
-            },
+            way=Way(
+                base=-1,
+                packs=packs,
+                total_bytes=sum(pack.size for pack in packs),
+                weight_map={
+                    spec.name: index for index, plan in enumerate(self._plans) for spec in plan.tensors
+                },
+            ),
             digest=lineage.state_digest(packs),
             created=time.time(),
-            total_bytes=sum(pack.size for pack in packs),
         )
         lineage.check_not_fenced(self._store, self._claim)
         manifest = self._put_manifest(wanted)

@@ -204,26 +204,30 @@ def _fetch_version(
     config: WeightsConfig,
     progress: Progress | None,
 ) -> LocalVersion:
-    count = len(manifest.packs)
+    count = len(manifest.way.packs)
     names = [f"model-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)]
     shards = [folder / name for name in (names if count > 1 else ["model.safetensors"])]
     missing = [
-        (pack, path) for pack, path in zip(manifest.packs, shards, strict=True) if not _holds(path, pack)
+        (pack, path)
+        for pack, path in zip(manifest.way.packs, shards, strict=True)
+        if not _holds(path, pack)
     ]
     wanted = sum(pack.size for pack, _ in missing)
-    have = manifest.total_bytes - wanted
+    have = manifest.way.total_bytes - wanted
 
     def report(done: int) -> None:
         if progress is not None:
-            progress((have + done) / max(1, manifest.total_bytes))
+            progress((have + done) / max(1, manifest.way.total_bytes))
 
     report(0)
     with disk_errors(folder, wanted):
         folder.mkdir(parents=True, exist_ok=True)
         _download(store, missing, config, report)
     _check_contents(store, run, manifest, shards)
-    log.debug("version fetched", version=manifest.version, bytes=manifest.total_bytes, reused_bytes=have)
-    return LocalVersion(manifest.version, manifest.step, shards, dict(manifest.weight_map), wanted)
+    log.debug(
+        "version fetched", version=manifest.version, bytes=manifest.way.total_bytes, reused_bytes=have
+    )
+    return LocalVersion(manifest.version, manifest.step, shards, dict(manifest.way.weight_map), wanted)
 
 
 def _download(
@@ -332,10 +336,10 @@ def _check_contents(store: ObjectStore, run: RunInfo, manifest: Manifest, shards
     for index, shard in enumerate(shards):
         for name, spec in read_header(shard, run.dtype).items():
             if name not in wanted or name in found:
-                raise Corrupt(f"{place}: {manifest.packs[index].key} holds an unexpected tensor {name}")
+                raise Corrupt(f"{place}: {manifest.way.packs[index].key} holds an unexpected tensor {name}")
             if spec.shape != wanted[name].shape:
                 raise Corrupt(f"{place}: {name} has shape {spec.shape}, the run's is {wanted[name].shape}")
-            if manifest.weight_map.get(name) != index:
+            if manifest.way.weight_map.get(name) != index:
                 raise Corrupt(f"{place}: {name} is not in the pack that the manifest says")
             found.add(name)
     if len(found) < len(wanted):

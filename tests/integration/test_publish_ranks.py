@@ -89,8 +89,8 @@ def test_two_ranks_under_fully_shard_publish_what_one_rank_publishes(s3_url: str
         publish_alone(alone, tmp_path, tied)
         first, second = read_manifest(store, 0), read_manifest(store, 1)
         expected = read_manifest(alone, 0)
-        assert (first.digest, first.weight_map) == (expected.digest, expected.weight_map)
-        assert {pack.key.split("-")[2] for pack in first.packs} == {"0", "1"}  # both ranks wrote
+        assert (first.digest, first.way.weight_map) == (expected.digest, expected.way.weight_map)
+        assert {pack.key.split("-")[2] for pack in first.way.packs} == {"0", "1"}  # both ranks wrote
         assert second.digest != first.digest and second.parent == 0
 
         pulled = load(pull(store, 1, tmp_path / f"pulled-{name}"))

@@ -239,7 +239,7 @@ async def test_a_version_that_can_not_be_had_leaves_the_old_one_serving(world):
         await w.serve()
         w.store.on("list_after", "versions/", raises(StoreUnavailable("the store is down")), times=2)
         w.trainer.publish()
-        damaged = read_manifest(w.store, 1).packs[0].key
+        damaged = read_manifest(w.store, 1).way.packs[0].key
         data = bytearray(w.store.get(damaged))
         data[-1] ^= 1
         w.store.put(damaged, bytes(data))

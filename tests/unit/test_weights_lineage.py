@@ -9,9 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rl.errors import Corrupt, Fenced, WeightsError
+from async_rl.errors import Corrupt, Fenced
 from async_rl.weights import lineage
-from async_rl.weights.lineage import Claim, Manifest, Pack, Verdict, admissible, decide, newest_admissible
+from async_rl.weights.lineage import (
+    Claim,
+    Manifest,
+    Pack,
+    TableRef,
+    Verdict,
+    Way,
+    admissible,
+    decide,
+    newest_admissible,
+)
 from tests.weights_support import MemoryStore, ScriptedStore
 
 
@@ -28,11 +38,9 @@ def a_manifest(version: int, incarnation: int, **changes: Any) -> Manifest:
         nonce=f"n{incarnation}",
         parent=version - 1,
         dtype="bfloat16",
-        packs=packs,
-        weight_map={"a": 0},
+        way=Way(base=-1, packs=packs, total_bytes=8, weight_map=changes.pop("weight_map", {"a": 0})),
         digest="",
         created=0.0,
-        total_bytes=8,
     )
     return msgspec.structs.replace(base, **changes)
 
@@ -164,10 +172,20 @@ def test_a_broken_manifest_is_corrupt(data: bytes) -> None:
         lineage.read_manifest(store, 7)
 
 
-def test_a_kind_of_version_from_the_future_is_refused_with_a_hint() -> None:
+@pytest.mark.parametrize(
+    ("way", "said"),
+    [
+        (Way(7, (), 0), "leads from version 7 to 7"),
+        (Way(-2, (), 0), "leads from version -2"),
+        (Way(6, (Pack("packs/7-0", 8, "00"),), 8), "no table"),
+        (Way(6, (Pack("packs/7-0", 8, "00", TableRef(4, 4, "00")),), 9), "9 bytes"),
+    ],
+    ids=["to itself", "from nowhere", "no table", "other size"],
+)
+def test_a_way_that_contradicts_itself_is_corrupt(way: Way, said: str) -> None:
     store = MemoryStore()
-    commit(store, a_manifest(7, 0, kind="delta", base=6))
-    with pytest.raises(WeightsError, match="upgrade"):
+    commit(store, a_manifest(7, 0, way=way))
+    with pytest.raises(Corrupt, match=said):
         lineage.read_manifest(store, 7)
 
 

@@ -114,7 +114,7 @@ def test_a_version_holds_the_weights_of_the_moment_it_was_asked_for(start: Start
     gate.set()
     trainer.publisher.flush(LIMIT_S)
     manifest = read_manifest(trainer.store, 0)
-    assert (manifest.step, manifest.parent, manifest.incarnation, len(manifest.packs) > 1) == (
+    assert (manifest.step, manifest.parent, manifest.incarnation, len(manifest.way.packs) > 1) == (
         3,
         -1,
         0,
@@ -172,7 +172,7 @@ def test_a_second_name_of_a_tied_parameter_is_not_written(store: ScriptedStore, 
     with Publisher(store, run, claim(store), parameters, SMALL) as publisher:
         publisher.publish(0)
         publisher.flush(LIMIT_S)
-    assert read_manifest(store, 0).weight_map.keys() == SHAPES.keys()
+    assert read_manifest(store, 0).way.weight_map.keys() == SHAPES.keys()
 
 
 def test_parameters_that_are_not_the_runs_are_refused(start: Start) -> None:
@@ -223,8 +223,8 @@ def test_packs_that_are_whole_are_not_sent_again(start: Start) -> None:
     trainer.publisher.publish(0)
     trainer.publisher.flush(LIMIT_S)
     uploads = [key for operation, key in trainer.store.calls if operation == "upload"]
-    assert len(uploads) == len(trainer.commits[0].packs) + 1
-    assert len(set(uploads)) == len(trainer.commits[0].packs)
+    assert len(uploads) == len(trainer.commits[0].way.packs) + 1
+    assert len(set(uploads)) == len(trainer.commits[0].way.packs)
 
 
 def test_beyond_the_limit_the_trainer_is_told_and_can_go_on(start: Start, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from async_rl.errors import Corrupt, StoreUnavailable, WeightsError
 from async_rl.store.file import FileStore
 from async_rl.weights import lineage
 from async_rl.weights.config import WeightsConfig
-from async_rl.weights.lineage import Claim, Manifest, Pack, claim, read_manifest
+from async_rl.weights.lineage import Claim, Manifest, Pack, Way, claim, read_manifest
 from async_rl.weights.packs import PackPlan, header, plan_packs
 from async_rl.weights.run import RunInfo, ensure_run
 from async_rl.weights.subscriber import Subscriber, pull
@@ -55,11 +55,14 @@ class Bucket:
             nonce=by.nonce,
             parent=version - 1,
             dtype=self.run.dtype,
-            packs=tuple(packs),
-            weight_map={spec.name: index for index, plan in enumerate(plans) for spec in plan.tensors},
+            way=Way(
+                base=-1,
+                packs=tuple(packs),
+                total_bytes=sum(pack.size for pack in packs),
+                weight_map={spec.name: index for index, plan in enumerate(plans) for spec in plan.tensors},
+            ),
             digest=lineage.state_digest(packs),
             created=0.0,
-            total_bytes=sum(pack.size for pack in packs),
         )
         self.store.put_if_absent(lineage.version_key(version), msgspec.json.encode(manifest))
         return manifest
@@ -127,7 +130,9 @@ def test_a_fetched_version_is_on_disk_byte_by_byte(bucket: Bucket) -> None:
     fractions: list[float] = []
     local = bucket.subscriber.fetch(manifest, fractions.append)
     assert (local.version, local.step) == (4, 40)
-    assert [path.read_bytes() for path in local.shards] == [bucket.store.get(p.key) for p in manifest.packs]
+    assert [path.read_bytes() for path in local.shards] == [
+        bucket.store.get(p.key) for p in manifest.way.packs
+    ]
     assert len(local.shards) > 1
     assert fractions == sorted(fractions) and (fractions[0], fractions[-1]) == (0.0, 1.0)
     assert len(fractions) > len(local.shards) + 1
@@ -143,17 +148,19 @@ def test_what_is_in_the_cache_is_not_fetched_again_but_verified_again(bucket: Bu
     second.write_bytes(second.read_bytes()[:-1] + b"?")
     bucket.store.calls.clear()
     again = Subscriber(bucket.store, bucket.run, bucket.cache, CONFIG).fetch(manifest)
-    assert again == msgspec.structs.replace(local, fetched_bytes=manifest.packs[1].size)
-    assert local.fetched_bytes == manifest.total_bytes
-    assert {key for operation, key in bucket.store.calls if operation == "get"} == {manifest.packs[1].key}
-    assert second.read_bytes() == bucket.store.get(manifest.packs[1].key)
-    assert first.read_bytes() == bucket.store.get(manifest.packs[0].key)
+    assert again == msgspec.structs.replace(local, fetched_bytes=manifest.way.packs[1].size)
+    assert local.fetched_bytes == manifest.way.total_bytes
+    assert {key for operation, key in bucket.store.calls if operation == "get"} == {
+        manifest.way.packs[1].key
+    }
+    assert second.read_bytes() == bucket.store.get(manifest.way.packs[1].key)
+    assert first.read_bytes() == bucket.store.get(manifest.way.packs[0].key)
 
 
 @pytest.mark.parametrize("place", [0, 20, -1], ids=["length", "header", "last byte"])
 def test_a_flipped_bit_is_never_accepted(bucket: Bucket, place: int) -> None:
     manifest = bucket.write(0)
-    key = manifest.packs[1].key
+    key = manifest.way.packs[1].key
     content = bytearray(bucket.store.get(key))
     content[place] ^= 1
     bucket.store.put(key, bytes(content))
@@ -164,7 +171,7 @@ def test_a_flipped_bit_is_never_accepted(bucket: Bucket, place: int) -> None:
 
 def test_a_torn_read_is_repaired_by_a_second_one(bucket: Bucket) -> None:
     manifest = bucket.write(0)
-    key = manifest.packs[0].key
+    key = manifest.way.packs[0].key
     bucket.store.on("get", key, lambda: bytes(CONFIG.fetch_part_bytes))  # the right length, all zeros
     local = bucket.subscriber.fetch(manifest)
     assert local.shards[0].read_bytes() == bucket.store.get(key)
@@ -172,24 +179,24 @@ def test_a_torn_read_is_repaired_by_a_second_one(bucket: Bucket) -> None:
 
 def test_a_truncated_pack_is_corrupt(bucket: Bucket) -> None:
     manifest = bucket.write(0)
-    key = manifest.packs[1].key
+    key = manifest.way.packs[1].key
     bucket.store.put(key, bucket.store.get(key)[:-1])
-    with pytest.raises(Corrupt, match=f"{key} in .* has {manifest.packs[1].size - 1} bytes"):
+    with pytest.raises(Corrupt, match=f"{key} in .* has {manifest.way.packs[1].size - 1} bytes"):
         bucket.subscriber.fetch(manifest)
     assert bucket.shards_in_cache() == []
 
 
 def test_a_short_answer_is_not_taken_for_the_whole(bucket: Bucket) -> None:
     manifest = bucket.write(0)
-    bucket.store.on("get", manifest.packs[0].key, lambda: b"short")
+    bucket.store.on("get", manifest.way.packs[0].key, lambda: b"short")
     with pytest.raises(Corrupt, match="gave 5 bytes"):
         bucket.subscriber.fetch(manifest)
 
 
 def test_a_missing_pack_is_named(bucket: Bucket) -> None:
     manifest = bucket.write(0)
-    bucket.store.delete(manifest.packs[1].key)
-    with pytest.raises(WeightsError, match=f"{manifest.packs[1].key} is not in"):
+    bucket.store.delete(manifest.way.packs[1].key)
+    with pytest.raises(WeightsError, match=f"{manifest.way.packs[1].key} is not in"):
         bucket.subscriber.fetch(manifest)
 
 
@@ -228,9 +235,10 @@ def test_packs_that_are_whole_but_not_the_runs_model_are_refused(
 
 def test_a_manifest_that_misplaces_tensors_is_refused(bucket: Bucket) -> None:
     manifest = bucket.write(0)
-    moved = {**manifest.weight_map, "embed.weight": 1}
+    moved = {**manifest.way.weight_map, "embed.weight": 1}
     with pytest.raises(Corrupt, match=r"embed\.weight is not in the pack"):
-        bucket.subscriber.fetch(msgspec.structs.replace(manifest, weight_map=moved))
+        way = msgspec.structs.replace(manifest.way, weight_map=moved)
+        bucket.subscriber.fetch(msgspec.structs.replace(manifest, way=way))
     with pytest.raises(Corrupt, match="is float16, the run is bfloat16"):
         bucket.subscriber.fetch(msgspec.structs.replace(manifest, dtype="float16"))
 
@@ -254,10 +262,10 @@ def test_the_folder_is_what_from_pretrained_reads(bucket: Bucket) -> None:
     manifest = bucket.write(0)
     folder = bucket.subscriber.hf_folder(bucket.subscriber.fetch(manifest))
     index = json.loads((folder / "model.safetensors.index.json").read_text())
-    count = len(manifest.packs)
+    count = len(manifest.way.packs)
     assert index["weight_map"] == {
         name: f"model-{place + 1:05}-of-{count:05}.safetensors"
-        for name, place in manifest.weight_map.items()
+        for name, place in manifest.way.weight_map.items()
     }
     assert all((folder / name).is_file() for name in index["weight_map"].values())
     assert (folder / "tokenizer.json").read_text() == '{"model": "characters"}'
@@ -286,13 +294,16 @@ def test_a_pulled_version_is_a_whole_folder_of_its_own(bucket: Bucket, tmp_path:
     out = pull(bucket.store, 0, tmp_path / "out", CONFIG)
     names = {path.name for path in out.iterdir()}
     shards = {
-        f"model-{n + 1:05}-of-{len(manifest.packs):05}.safetensors" for n in range(len(manifest.packs))
+        f"model-{n + 1:05}-of-{len(manifest.way.packs):05}.safetensors"
+        for n in range(len(manifest.way.packs))
     }
     assert names == {*shards, "config.json", "tokenizer.json", "model.safetensors.index.json"}
     assert not any(path.is_symlink() for path in out.iterdir())
     newest = pull(bucket.store, None, tmp_path / "newest", CONFIG)
     first = sorted(shards)[0]
-    assert (newest / first).read_bytes() == bucket.store.get(read_manifest(bucket.store, 1).packs[0].key)
+    assert (newest / first).read_bytes() == bucket.store.get(
+        read_manifest(bucket.store, 1).way.packs[0].key
+    )
 
 
 def test_a_pull_overwrites_nothing(bucket: Bucket, tmp_path: Path) -> None:
@@ -309,12 +320,12 @@ def test_an_interrupted_pull_shows_no_folder_and_goes_on_later(bucket: Bucket, t
     one = bucket.write(1)
     pull(bucket.store, 0, tmp_path / "zero", CONFIG)
     (tmp_path / "zero").rename(tmp_path / "out.partial")  # left by a pull of another version
-    bucket.store.on("get", one.packs[0].key, raises(StoreUnavailable("no route")))
+    bucket.store.on("get", one.way.packs[0].key, raises(StoreUnavailable("no route")))
     with pytest.raises(StoreUnavailable):
         pull(bucket.store, 1, tmp_path / "out", CONFIG)
     assert not (tmp_path / "out").exists()
     out = pull(bucket.store, 1, tmp_path / "out", CONFIG)
-    assert len(list(out.glob("*.safetensors"))) == len(one.packs)
+    assert len(list(out.glob("*.safetensors"))) == len(one.way.packs)
 
 
 def test_a_version_that_is_not_there_or_does_not_count_is_not_pulled(

@@ -1,0 +1,176 @@
+"""Delta packs: coded tiles and a table of them, in one safetensors object.
+
+    header | tiles U8 [bytes of all tiles, one after another] | table U8 [zstd of the columns below]
+
+The table stands at the end, so that tiles can be written as they are coded; its place and hash stand in the
+manifest, and it holds a hash of every tile: a ranged read of single tiles can be checked. Tensors are named by their
+index in run.json.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import zstandard
+
+from async_rl.errors import Corrupt
+from async_rl.weights.codec import CodedTile, Mode
+from async_rl.weights.lineage import Pack, TableRef
+from async_rl.weights.packs import TensorSpec
+
+__all__ = ["DeltaPackWriter", "Tile", "check_tiles", "read_table", "tile_hash"]
+
+HASH_BYTES = 8
+
+_COLUMNS = (
+    ("tensor", "<u4"),
+    ("start", "<u8"),
+    ("count", "<u4"),
+    ("mode", "|u1"),
+    ("changed", "<u4"),
+    ("moved", "<u8"),
+    ("size", "<u4"),
+    ("hash", "|V8"),
+)
+_TABLE_BYTES_MAX = 1 << 30
+
+
+class Tile(NamedTuple):
+    tensor: int  # index into the run's tensors
+    start: int  # element of the tensor, in its flat Hugging Face layout
+    elements: int
+    mode: int  # codec.Mode
+    changed: int  # elements that the tile changes
+    moved: int  # what that adds to the state's digest
+    offset: int  # bytes from the start of the object
+    size: int  # bytes
+    hash: bytes  # of the coded bytes, tile_hash
+
+
+def tile_hash(data: bytes | memoryview) -> bytes:
+    """SHA-256, its first 8 bytes: against accidents, under a table whose whole hash stands in the manifest."""
+    return hashlib.sha256(data).digest()[:HASH_BYTES]
+
+
+class DeltaPackWriter:
+    """Gathers coded tiles; `finish` gives the object. Holds the coded bytes in memory: bounded by whoever adds."""
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[int, int, int, int, int, int, int, bytes]] = []
+        self._data: list[bytes] = []
+        self.nbytes = 0  # of the coded tiles
+
+    def add(self, tensor: int, start: int, count: int, coded: CodedTile) -> None:
+        self._rows.append(
+            (
+                tensor,
+                start,
+                count,
+                int(coded.mode),
+                coded.changed,
+                coded.moved,
+                len(coded.data),
+                tile_hash(coded.data),
+            )
+        )
+        self._data.append(coded.data)
+        self.nbytes += len(coded.data)
+
+    @property
+    def changed(self) -> int:
+        return sum(row[4] for row in self._rows)
+
+    @property
+    def moved(self) -> int:
+        return sum(row[5] for row in self._rows) & ((1 << 64) - 1)
+
+    def finish(self, key: str) -> tuple[list[bytes], Pack]:
+        """The object's bytes, in pieces, and what a manifest says about it."""
+        table = self._table()
+        header = _header(self.nbytes, len(table))
+        pieces = [header, *self._data, table]
+        whole = hashlib.sha256()
+        for piece in pieces:
+            whole.update(piece)
+        start = len(header) + self.nbytes
+        ref = TableRef(start, len(table), hashlib.sha256(table).hexdigest())
+        return pieces, Pack(key, start + len(table), whole.hexdigest(), ref)
+
+    def _table(self) -> bytes:
+        columns = []
+        for index, (_, dtype) in enumerate(_COLUMNS):
+            cells = [row[index] for row in self._rows]
+            if dtype == "|V8":
+                columns.append(b"".join(cells))  # type: ignore[arg-type]
+            else:
+                columns.append(np.array(cells, dtype).tobytes())
+        raw = struct.pack("<I", len(self._rows)) + b"".join(columns)
+        return zstandard.ZstdCompressor(level=3).compress(raw)
+
+
+def read_table(data: bytes, first: int) -> list[Tile]:
+    """A pack's table. `first`: where its tiles begin in the object. Raises Corrupt."""
+    try:
+        raw = zstandard.ZstdDecompressor().decompress(data, max_output_size=_TABLE_BYTES_MAX)
+        (rows,) = struct.unpack_from("<I", raw)
+    except (zstandard.ZstdError, struct.error) as error:
+        raise Corrupt(f"a table of tiles can't be read: {error}") from error
+    widths = [np.dtype(dtype).itemsize for _, dtype in _COLUMNS]
+    if len(raw) != 4 + rows * sum(widths):
+        raise Corrupt(f"a table of {rows} tiles has {len(raw)} bytes")
+    columns: list[list[object]] = []
+    at = 4
+    for (_, dtype), width in zip(_COLUMNS, widths, strict=True):
+        column = raw[at : at + rows * width]
+        at += rows * width
+        if dtype == "|V8":
+            columns.append([column[n : n + width] for n in range(0, len(column), width)])
+        else:
+            columns.append(np.frombuffer(column, dtype).tolist())
+    tiles = []
+    offset = first
+    for tensor, start, count, mode, changed, moved, size, hashed in zip(*columns, strict=True):
+        tiles.append(Tile(tensor, start, count, mode, changed, moved, offset, size, hashed))  # type: ignore[arg-type]
+        offset += size  # type: ignore[operator]
+    return tiles
+
+
+def check_tiles(tiles: Sequence[Tile], table: Sequence[TensorSpec], end: int, what: str) -> None:
+    """That the tiles lie inside the run's tensors and, coded, before byte `end` of the object, and that none
+    overlaps another. Raises Corrupt naming `what`."""
+    modes = {int(mode) for mode in Mode}
+    reached: dict[int, int] = {}
+    for tile in sorted(tiles, key=lambda tile: (tile.tensor, tile.start)):
+        if tile.tensor >= len(table) or tile.mode not in modes:
+            raise Corrupt(f"{what} has a tile of tensor {tile.tensor} in mode {tile.mode}")
+        size = math.prod(table[tile.tensor].shape)
+        if (
+            tile.elements < 1
+            or tile.start + tile.elements > size
+            or tile.start < reached.get(tile.tensor, 0)
+        ):
+            raise Corrupt(
+                f"{what} has a tile at {tile.start}+{tile.elements} of {table[tile.tensor].name} ({size} elements)"
+            )
+        reached[tile.tensor] = tile.start + tile.elements
+    if tiles and tiles[-1].offset + tiles[-1].size != end:
+        raise Corrupt(
+            f"{what} has {end} bytes of tiles, its table describes {tiles[-1].offset + tiles[-1].size}"
+        )
+
+
+def _header(tiles: int, table: int) -> bytes:
+    entries = {
+        "__metadata__": {"format": "async-rl-delta"},
+        "tiles": {"dtype": "U8", "shape": [tiles], "data_offsets": [0, tiles]},
+        "table": {"dtype": "U8", "shape": [table], "data_offsets": [tiles, tiles + table]},
+    }
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
