@@ -42,6 +42,7 @@ __all__ = [
     "check_way",
     "claim",
     "decide",
+    "first_version",
     "list_versions",
     "newest_admissible",
     "read_claims",
@@ -92,6 +93,7 @@ class Way(Struct, frozen=True):
     total_bytes: Count  # of the packs
     weight_map: dict[str, Count] = {}  # full: tensor name -> index into packs
     changed: Count = 0  # delta: weights that it changes
+    small: bool = False  # delta: some tiles can't be read without the base's weights (codec.Mode.SMALL)
 
     @property
     def kind(self) -> str:
@@ -213,6 +215,11 @@ def read_claims(store: ObjectStore, after: int = -1) -> list[Claim]:
 def list_versions(store: ObjectStore, after: int = -1) -> list[int]:
     """Numbers with a manifest, ascending; some may be a zombie's."""
     return list(_numbers(store, VERSIONS, after))
+
+
+def first_version(store: ObjectStore) -> int | None:
+    """The oldest number with a manifest; one list request."""
+    return next(_numbers(store, VERSIONS, -1), None)
 
 
 def read_manifest(store: ObjectStore, version: int) -> Manifest:
