@@ -1,0 +1,108 @@
+"""A trainer without a model: claims the run, goes on from its newest version, and does as it is told.
+
+Orders over the link: `{"do": "publish", "count": n}`, `{"do": "pause", "at": point}` (stops itself there, SIGSTOP),
+`{"do": "end"}`. It says `{"life": …}` before its first version, `{"committed": version}` after each, `{"seen": [...]}`
+at its end.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from async_rl.errors import AsyncRLError
+from async_rl.store import ObjectStore, open_store
+from async_rl.weights import lineage
+from async_rl.weights.config import WeightsConfig
+from async_rl.weights.lineage import Manifest
+from async_rl.weights.publisher import Publisher
+from async_rl.weights.run import ensure_run
+from tests.chaos import guards, toy
+from tests.chaos.forks import Link
+from tests.chaos.points import Points
+from tests.chaos.settings import PUBLISHING, STORE
+from tests.weights_support import write_model_dir
+
+LIMIT_S = 30.0
+
+
+def main(link: Link, args: dict[str, Any]) -> None:
+    points = Points(args["target"], link.tell, stop=args["stop"])
+    guards.remove(args["without"])
+    points.watch_requests(args["url"].removeprefix("s3://").partition("/")[2], ("PUT", "POST", "DELETE"))
+    store = open_store(args["url"], STORE)
+    config = msgspec.convert({**msgspec.to_builtins(PUBLISHING), **args["config"]}, WeightsConfig)
+    trainer = _Trainer(link, args, store, points, config)
+    try:
+        trainer.live()
+    except AsyncRLError as error:
+        link.tell({"error": type(error).__name__, "message": str(error)})
+    link.tell({"seen": points.seen})
+
+
+class _Trainer:
+    def __init__(
+        self, link: Link, args: dict[str, Any], store: ObjectStore, points: Points, config: WeightsConfig
+    ) -> None:
+        self._link, self._store, self._points, self._config = link, store, points, config
+        self._model, self._seed = args["model"], args["seed"]
+        self._lives: dict[int, tuple[int, int]] = {
+            int(number): (start[0], start[1]) for number, start in args["lives"].items()
+        }
+        self._parameters = {
+            name: torch.zeros(shape, dtype=torch.bfloat16)
+            for name, shape in toy.MODELS[self._model].items()
+        }
+
+    def live(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            run = ensure_run(self._store, write_model_dir(Path(folder) / "model"), self._parameters)
+        self._claim = lineage.claim(self._store)
+        self._points.numbered_from(self._claim.first_version, self._claim.incarnation)
+        parent = self._newest()
+        start = (-1, 0) if parent is None else (parent.incarnation, parent.step)
+        self._lives[self._claim.incarnation] = start
+        self._link.tell({"life": self._claim.incarnation, "from": start})
+        step = start[1]
+        with Publisher(
+            self._store,
+            run,
+            self._claim,
+            self._parameters,
+            self._config,
+            parent=-1 if parent is None else parent.version,
+        ) as publisher:
+            self._publish(publisher, step)
+            while (order := self._link.hear()) is not None and order["do"] != "end":
+                for _ in range(order.get("count", 1)):
+                    if order["do"] == "publish":
+                        step += 1
+                        self._publish(publisher, step)
+                    else:
+                        self._keep_up(order["do"])
+
+    def _publish(self, publisher: Publisher, step: int) -> None:
+        place = toy.Place(self._claim.incarnation, step)
+        for name, bits in toy.state_at(self._model, self._seed, self._lives, place).items():
+            self._parameters[name].view(torch.int16).copy_(torch.from_numpy(bits.view(np.int16)))
+        publisher.publish(step)
+        publisher.flush(LIMIT_S)
+        self._link.tell({"committed": publisher.committed, "step": step})
+
+    def _keep_up(self, task: str) -> None:
+        raise ValueError(f"no such order: {task}")
+
+    def _newest(self) -> Manifest | None:
+        """What a trainer restores: the newest version that counts and can be read."""
+        numbers = lineage.list_versions(self._store)
+        claims = lineage.read_claims(self._store)
+        for number in reversed(numbers):
+            manifest = lineage.read_manifest(self._store, number)
+            if lineage.admissible(manifest, claims):
+                return manifest
+        return None

@@ -1,0 +1,210 @@
+"""A run of the matrix: its processes, and the checker that knows what every version must be."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from async_rl.store import ObjectStore, open_store
+from async_rl.weights import lineage
+from async_rl.weights.lineage import Manifest
+from tests.chaos import toy
+from tests.chaos.forks import Child, Forks
+from tests.chaos.settings import STORE
+from tests.servers import S3Server
+
+__all__ = ["Trainer", "World", "Wrong"]
+
+
+class Wrong(AssertionError):
+    """What must never happen: a wrong byte, a run that does not go on."""
+
+
+class World:
+    """One run. Its trainers live one after another, unless told otherwise; its readers are one process, each with a
+    cache folder of its own below `folder`."""
+
+    def __init__(
+        self, server: S3Server, forks: Forks, folder: Path, model: str = "small", seed: int = 1
+    ) -> None:
+        self.url = server.new_url()
+        self.store: ObjectStore = open_store(self.url, STORE)
+        self._forks, self._model, self._seed = forks, model, seed
+        self.folder = folder / self.url.rpartition("/")[2]
+        self.folder.mkdir()
+        self.lives: dict[int, tuple[int, int]] = {}
+        self._children: list[Child] = []
+        self._reader: Child | None = None
+
+    # ------------------------------------------------------------ trainers
+
+    def trainer(
+        self,
+        target: str = "",
+        *,
+        without: Iterable[str] = (),
+        stop: bool = False,
+        config: Mapping[str, Any] | None = None,
+    ) -> Trainer:
+        child = self._forks.start(
+            "publisher",
+            url=self.url,
+            model=self._model,
+            seed=self._seed,
+            lives=self.lives,
+            target=target,
+            stop=stop,
+            without=list(without),
+            config=dict(config or {}),
+        )
+        self._children.append(child)
+        return Trainer(self, child)
+
+    def live(self, orders: Iterable[Mapping[str, Any]], target: str = "", **options: Any) -> Trainer:
+        """A trainer's whole life, until it has obeyed all orders or dies."""
+        trainer = self.trainer(target, **options)
+        for order in (*orders, {"do": "end"}):
+            try:
+                trainer.child.link.tell(order)
+            except (BrokenPipeError, ConnectionResetError):
+                break
+        trainer.listen()
+        return trainer
+
+    # ------------------------------------------------------------ readers
+
+    def reader(
+        self, target: str = "", *, watch: bool = False, without: Iterable[str] = (), url: str = ""
+    ) -> Child:
+        child = self._forks.start(
+            "reader",
+            url=url or self.url,
+            folder=str(self.folder),
+            target=target,
+            watch=watch,
+            without=list(without),
+        )
+        self._children.append(child)
+        return child
+
+    def ask(self, do: str, cache: str, **order: Any) -> dict[str, Any]:
+        """The long-lived reader."""
+        if self._reader is None:
+            self._reader = self.reader()
+        return self._reader.ask(do=do, cache=cache, **order)
+
+    # ------------------------------------------------------------ the checker
+
+    def manifests(self) -> dict[int, Manifest]:
+        """The versions that count, as they stand in the store."""
+        numbers = lineage.list_versions(self.store)
+        claims = lineage.read_claims(self.store)
+        found = [lineage.read_manifest(self.store, number) for number in numbers]
+        return {each.version: each for each in found if lineage.admissible(each, claims)}
+
+    def truth(self) -> dict[int, str]:
+        """The hash of every version that counts."""
+        return {
+            version: self.expected(each.incarnation, each.step)
+            for version, each in self.manifests().items()
+        }
+
+    def expected(self, incarnation: int, step: int) -> str:
+        return toy.hash_at(self._model, self._seed, self.lives, toy.Place(incarnation, step))
+
+    def check(self, answer: Mapping[str, Any], truth: Mapping[int, str], what: str) -> int:
+        """The version served, which must be exactly right. Raises Wrong."""
+        if "version" not in answer:
+            raise Wrong(f"{what}: {answer}")
+        version = answer["version"]
+        if version not in truth:
+            raise Wrong(f"{what}: version {version} was served, which does not count")
+        if answer["hash"] != truth[version]:
+            raise Wrong(f"{what}: WRONG BYTES were served as version {version}")
+        return int(version)
+
+    def check_newest(self, what: str, *, cache: str = "follower") -> int:
+        """The follower catches up, and one that comes from nothing gets there too; the newest version, or -1."""
+        truth = self.truth()
+        newest = max(truth, default=-1)
+        if newest < 0:
+            return -1
+        answer = self.ask("follow", cache)
+        if answer != {"nothing": True}:
+            served = self.check(answer, truth, f"{what}: the follower")
+            if served != newest:
+                raise Wrong(f"{what}: the follower got version {served}, the newest is {newest}")
+        joined = self.check(self.ask("follow", "joiner"), truth, f"{what}: a joiner")
+        self.ask("forget", "joiner")
+        if joined != newest:
+            raise Wrong(f"{what}: a joiner got version {joined}, the newest is {newest}")
+        return newest
+
+    def check_all(self, what: str) -> int:
+        """Every version that counts, each from nothing; how many."""
+        truth = self.truth()
+        for version in truth:
+            self.check(self.ask("read", "checker", version=version), truth, what)
+            self.ask("forget", "checker")
+        return len(truth)
+
+    def close(self) -> None:
+        for child in self._children:
+            child.end()
+        self.store.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Trainer:
+    """A trainer's process and what it has said."""
+
+    def __init__(self, world: World, child: Child) -> None:
+        self._world, self.child = world, child
+        self.committed: list[int] = []
+        self.seen: list[str] = []
+        self.killed_at = ""
+        self.error = ""
+
+    def hear(self) -> dict[str, Any] | None:
+        """One more message, taken note of."""
+        message = self.child.link.hear()
+        if message is None:
+            return None
+        if "life" in message:
+            self._world.lives[message["life"]] = tuple(message["from"])
+        self.killed_at = message.get("killed", self.killed_at)
+        self.seen = message.get("seen", self.seen)
+        if "error" in message:
+            self.error = f"{message['error']}: {message['message']}"
+        if "committed" in message:
+            self.committed.append(message["committed"])
+        return message
+
+    def listen(self) -> None:
+        """Until its end."""
+        while self.hear() is not None:
+            pass
+
+    def publish(self, count: int = 1) -> list[int]:
+        """The versions it has committed in answer."""
+        before = len(self.committed)
+        self.child.link.tell({"do": "publish", "count": count})
+        while len(self.committed) < before + count:
+            if self.hear() is None or self.error:
+                raise Wrong(f"the trainer could not go on: {self.error or self.child.stderr()}")
+        return self.committed[before:]
+
+    def was_killed(self) -> bool:
+        return self.child.wait() == -signal.SIGKILL
