@@ -1,0 +1,611 @@
+"""Garbage collection: which ways and packs nobody needs any more, and their removal in two phases.
+
+    look      versions, ways, tombstones, workers, checkpoints; the packs last
+    plan      what to keep, what to give up (pure)
+    announce  gc/00000007.json by put_if_absent: packs that will be deleted, edges that lose theirs; then the records
+              of further ways are deleted
+    sweep     what an earlier tombstone named, once that is older than the grace by the store's clock
+
+Kept are: every anchor, the cheapest whole path from an anchor to each of the newest versions, to what checkpoints and
+live readers name and to the first version (a restart publishes an empty delta on it), the cheapest path of every live
+reader to the newest version, and whatever is younger than the grace. Manifests and checkpoints are never touched, nor
+packs of a version that may still be on its way.
+
+Every gc looks anew before it deletes: what was announced and is needed after all (a reader came alive) is taken off
+the list by the next tombstone. A crash leaves an announcement that the next gc carries out, or garbage that it
+finds again. Readers that meet a missing pack ask `dead_edges` and plan another path.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from async_rl.errors import AlreadyExists, Corrupt, NotFound, StoreUnavailable
+from async_rl.log import get_logger
+from async_rl.store.base import ObjectInfo, ObjectStore
+from async_rl.weights.config import WeightsConfig
+from async_rl.weights.lineage import VERSIONS, Manifest, Way, admissible, read_claims, read_manifest
+from async_rl.weights.readers import live_readers, store_now
+from async_rl.weights.ways import Edge, list_edges, read_way
+
+__all__ = [
+    "Doomed",
+    "Facts",
+    "Found",
+    "Kept",
+    "Plan",
+    "Reachable",
+    "Tombstone",
+    "collect",
+    "dead_edges",
+    "look",
+    "plan",
+    "read_tombstones",
+]
+
+log = get_logger(__name__)
+
+GC = "gc/"
+PACKS = "packs/"
+CHECKPOINTS = "checkpoints/"
+NOTHING = -1
+
+_PARALLEL = 16
+_TRIES = 5  # to announce, where others collect at the same time
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+Report = Callable[[str, int, int], None]
+"""Called with what is done, how many of it are done, and of how many."""
+
+
+class Tombstone(Struct, frozen=True):
+    """What one gc announced. A later one may take things off the list again."""
+
+    number: int
+    keys: tuple[str, ...] = ()  # packs that will be deleted
+    ways: tuple[str, ...] = ()  # records of further ways, deleted at once
+    edges: tuple[tuple[int, int], ...] = ()  # (base, version) that lose their packs
+    versions: tuple[int, ...] = ()  # whose own way is among the edges
+    rescued_keys: tuple[str, ...] = ()
+    rescued_edges: tuple[tuple[int, int], ...] = ()
+    rescued_versions: tuple[int, ...] = ()
+    created: float = 0.0  # seconds since the epoch, by the writer's clock: for people
+
+
+class Found(Struct, frozen=True):
+    """A tombstone as it stands in the store."""
+
+    tombstone: Tombstone
+    modified: float  # by the store's clock
+
+
+class Reachable(Struct, frozen=True):
+    """A way to a version, with what decides over it."""
+
+    base: int
+    version: int
+    nbytes: int
+    packs: tuple[str, ...]
+    modified: float  # of the object that describes it, by the store's clock
+    key: str = ""  # of a further way's record; empty: the version's own way
+    counts: bool = True  # False: a zombie wrote it
+
+    @property
+    def edge(self) -> tuple[int, int]:
+        return self.base, self.version
+
+
+class Facts(Struct, frozen=True):
+    now: float  # by the store's clock
+    newest: int  # version that counts; -1: none
+    ways: tuple[Reachable, ...]
+    packs: Mapping[str, ObjectInfo]
+    readers: tuple[tuple[int, ...], ...] = ()  # versions that each live reader names
+    checkpoints: tuple[int, ...] = ()  # versions that checkpoints name
+    tombstones: tuple[Found, ...] = ()
+    next_tombstone: int = 0  # number
+    unreadable: frozenset[int] = frozenset()  # versions with a record that can't be read
+
+
+class Doomed(Struct, frozen=True):
+    key: str
+    size: int  # bytes
+    reason: str
+
+
+class Kept(Struct, frozen=True):
+    way: Reachable
+    reason: str
+
+
+class Plan(Struct, frozen=True):
+    keep: tuple[Kept, ...]
+    drop: tuple[Kept, ...]  # ways given up now, with the reason
+    doomed: tuple[Doomed, ...]  # packs to announce
+    rescued: tuple[Kept, ...]  # ways announced earlier and needed after all
+    waiting: tuple[Doomed, ...]  # packs announced less than the grace ago
+    sweep: tuple[Doomed, ...]  # packs to delete now
+    notes: tuple[str, ...]  # what stood in the way
+
+    def tombstone(self, number: int, created: float) -> Tombstone | None:
+        """What is to be announced, None for nothing."""
+        if not (self.doomed or self.drop or self.rescued):
+            return None
+        alive = {kept.way.edge for kept in self.keep}
+        edges = {kept.way.edge for kept in self.drop} - alive
+        return Tombstone(
+            number,
+            keys=tuple(doomed.key for doomed in self.doomed),
+            ways=tuple(sorted(kept.way.key for kept in self.drop if kept.way.key)),
+            edges=tuple(sorted(edges)),
+            versions=tuple(sorted(kept.way.version for kept in self.drop if not kept.way.key)),
+            rescued_keys=tuple(sorted({key for kept in self.rescued for key in kept.way.packs})),
+            rescued_edges=tuple(sorted({kept.way.edge for kept in self.rescued})),
+            rescued_versions=tuple(sorted({kept.way.version for kept in self.rescued})),
+            created=created,
+        )
+
+
+# ---------------------------------------------------------------- tombstones, folded
+
+
+class Announced(NamedTuple):
+    """All tombstones together."""
+
+    keys: dict[str, float]  # packs -> when they were announced
+    edges: frozenset[tuple[int, int]]
+    versions: frozenset[int]  # whose own way is given up
+    ways: frozenset[str]
+
+
+def fold(tombstones: Iterable[Found]) -> Announced:
+    keys: dict[str, float] = {}
+    edges: set[tuple[int, int]] = set()
+    versions: set[int] = set()
+    ways: set[str] = set()
+    for found in sorted(tombstones, key=lambda found: found.tombstone.number):
+        each = found.tombstone
+        keys.update(dict.fromkeys(each.keys, found.modified))
+        edges.update(each.edges)
+        versions.update(each.versions)
+        ways.update(each.ways)
+        for key in each.rescued_keys:
+            keys.pop(key, None)
+        edges.difference_update(each.rescued_edges)
+        versions.difference_update(each.rescued_versions)
+    return Announced(keys, frozenset(edges), frozenset(versions), frozenset(ways))
+
+
+# ---------------------------------------------------------------- the plan
+
+
+def plan(facts: Facts, *, keep_versions: int, grace_s: float, keep_anchors: int | None = None) -> Plan:
+    """What to keep and what to give up. `keep_anchors`: that many of the newest (and the first); None: all."""
+    return _Planner(facts, grace_s).plan(keep_versions, keep_anchors)
+
+
+class _Planner:
+    def __init__(self, facts: Facts, grace_s: float) -> None:
+        self._facts = facts
+        self._young = facts.now - grace_s  # what was written after this
+        self._grace_s = grace_s
+        self._announced = fold(facts.tombstones)
+        self._reasons: dict[Reachable, str] = {}
+        self._notes: list[str] = []
+        # A group is what one trainer wrote for one version: while its packs still arrive, all are young.
+        self._groups: dict[tuple[int, int], float] = {}
+        for info in facts.packs.values():
+            group = pack_group(info.key)
+            if group is not None:
+                self._groups[group] = max(self._groups.get(group, 0.0), info.modified)
+
+    def plan(self, keep_versions: int, keep_anchors: int | None) -> Plan:
+        facts = self._facts
+        # A further way that was given up is gone with its record; an own way can come back.
+        usable = [w for w in facts.ways if w.counts and self._whole(w) and not (w.key and self._dead(w))]
+        for way in usable:
+            if self._is_young(way):
+                self._keep([way], "young")
+        anchors = [way for way in usable if way.base == NOTHING and not self._dead(way)]
+        anchors.sort(key=lambda way: way.version)
+        dropped = set() if keep_anchors is None else set(anchors[1 : max(1, len(anchors) - keep_anchors)])
+        for way in anchors:
+            if way not in dropped:
+                self._keep([way], "anchor")
+        blocked = self._keep_paths(usable, dropped, keep_versions)
+        self._keep_for_readers(usable)
+        return self._sorted_out(blocked)
+
+    def _keep_paths(self, usable: list[Reachable], dropped: set[Reachable], keep_versions: int) -> bool:
+        """Whole paths from nothing. True where one of the newest versions has none: then no way may be given up,
+        an unreadable record may be all that is wrong."""
+        facts = self._facts
+        versions = sorted({way.version for way in facts.ways if way.counts and not way.key})
+        newest = versions[-keep_versions:]
+        young = [w.version for w in facts.ways if w.counts and not w.key and w.modified > self._young]
+        lean = self._cheapest([way for way in usable if way not in dropped and not self._dead(way)])
+        everything = self._cheapest(usable)
+        targets = [
+            *((version, "one of the newest versions") for version in newest),
+            *((version, "young") for version in young),
+            *((version, "a checkpoint's version") for version in facts.checkpoints),
+            *((version, "the first version") for version in versions[:1]),
+            *((version, "named by a reader") for reader in facts.readers for version in reader),
+        ]
+        blocked = False
+        for version, reason in targets:
+            path = path_to(version, lean, NOTHING)
+            if path is None:
+                path = path_to(version, everything, NOTHING)
+            if path is not None:
+                self._keep(path, reason)
+            elif version in newest:
+                blocked = True
+                self._notes.append(
+                    f"version {version} can't be reached from any anchor: no way is given up"
+                )
+        return blocked
+
+    def _keep_for_readers(self, usable: list[Reachable]) -> None:
+        """From each version that a live reader holds (or fetches) to the others it names, and to the newest."""
+        pairs = {
+            (held, target)
+            for reader in self._facts.readers
+            for held in reader
+            for target in (*reader, self._facts.newest)
+            if held < target
+        }
+        usable = [way for way in usable if way.base != NOTHING or not self._dead(way)]
+        for held in sorted({held for held, _ in pairs}):
+            best = self._cheapest(usable, held)
+            for target in sorted(target for other, target in pairs if other == held):
+                path = path_to(target, best, held)
+                if path is not None:
+                    self._keep(path, f"a reader's way from version {held}")
+
+    def _sorted_out(self, blocked: bool) -> Plan:
+        facts, announced = self._facts, self._announced
+        keep: list[Kept] = []
+        drop: list[Kept] = []
+        rescued: list[Kept] = []
+        for way in facts.ways:
+            reason = self._reasons.get(way)
+            if reason is None:
+                reason = self._must_stay(way, blocked)
+            if reason is None:
+                if not self._dead(way):
+                    why = "not on a path that is kept" if way.counts else "a replaced trainer's"
+                    drop.append(Kept(way, why))
+                continue
+            keep.append(Kept(way, reason))
+            if self._dead(way):
+                rescued.append(Kept(way, reason))
+        kept_packs = {key for kept in keep for key in kept.way.packs}
+        reasons = {key: kept.reason for kept in drop for key in kept.way.packs}
+        known = {key for way in facts.ways for key in way.packs}
+        doomed: list[Doomed] = []
+        waiting: list[Doomed] = []
+        sweep: list[Doomed] = []
+        for key, info in sorted(facts.packs.items()):
+            if key in kept_packs or self._protected(key):
+                continue
+            if key in announced.keys:
+                over = announced.keys[key] + self._grace_s <= facts.now
+                (sweep if over else waiting).append(Doomed(key, info.size, "announced"))
+            elif key in reasons:
+                doomed.append(Doomed(key, info.size, reasons[key]))
+            elif key not in known:
+                doomed.append(Doomed(key, info.size, "of no version"))
+        return Plan(
+            tuple(keep),
+            tuple(drop),
+            tuple(doomed),
+            tuple(rescued),
+            tuple(waiting),
+            tuple(sweep),
+            tuple(self._notes),
+        )
+
+    def _must_stay(self, way: Reachable, blocked: bool) -> str | None:
+        """Why a way that no path needs is left alone."""
+        if self._dead(way):
+            return None
+        if self._is_young(way):
+            return "young"
+        if not way.counts:
+            return None
+        if blocked:
+            return "a newest version can't be reached"
+        if not self._whole(way):
+            return "packs of it are missing"  # nothing that could be explained: for a person to look at
+        return None
+
+    def _cheapest(self, ways: Iterable[Reachable], held: int = NOTHING) -> dict[int, tuple[int, Reachable]]:
+        """Version -> (bytes, last way) of the cheapest path from nothing or from `held`. Ways lead upwards only:
+        one pass in the order of the versions."""
+        into: dict[int, list[Reachable]] = {}
+        for way in ways:
+            into.setdefault(way.version, []).append(way)
+        cost: dict[int, tuple[int, int, int]] = {NOTHING: (0, 0, 0), held: (0, 0, 0)}
+        best: dict[int, tuple[int, Reachable]] = {}
+        for version in sorted(into):
+            if version == held:
+                continue
+            choices = [
+                ((cost[w.base][0] + w.nbytes, cost[w.base][1] + self._dead(w), cost[w.base][2] + 1), w)
+                for w in into[version]
+                if w.base in cost
+            ]
+            if choices:
+                cost[version], way = min(choices, key=lambda choice: (choice[0], choice[1].base))
+                best[version] = cost[version][0], way
+        return best
+
+    def _keep(self, path: Iterable[Reachable], reason: str) -> None:
+        for way in path:
+            self._reasons.setdefault(way, reason)
+
+    def _dead(self, way: Reachable) -> bool:
+        """Given up by an earlier gc; whole as long as it was not swept."""
+        return way.key in self._announced.ways if way.key else way.version in self._announced.versions
+
+    def _whole(self, way: Reachable) -> bool:
+        return all(key in self._facts.packs for key in way.packs)
+
+    def _is_young(self, way: Reachable) -> bool:
+        if self._dead(way):
+            return False
+        return way.modified > self._young or any(self._protected(key) for key in way.packs)
+
+    def _protected(self, key: str) -> bool:
+        """Packs that may belong to something on its way, or whose record can't be read."""
+        group = pack_group(key)
+        if group is None or group[0] >= self._facts.newest or group[0] in self._facts.unreadable:
+            return True
+        return self._groups.get(group, 0.0) > self._young
+
+
+def path_to(
+    version: int, best: Mapping[int, tuple[int, Reachable]], held: int
+) -> tuple[Reachable, ...] | None:
+    """The ways to `version`, from `held` or from nothing; None where it can't be reached."""
+    path = []
+    while version not in (held, NOTHING):
+        if version not in best:
+            return None
+        way = best[version][1]
+        path.append(way)
+        version = way.base
+    return tuple(reversed(path))
+
+
+def pack_group(key: str) -> tuple[int, int] | None:
+    """(version, incarnation) of a pack's key, None for a key that is not one of ours."""
+    parts = key.removeprefix(PACKS).split("-")
+    if not key.startswith(PACKS) or len(parts) < 3 or not (parts[0].isdecimal() and parts[1].isdecimal()):
+        return None
+    return int(parts[0]), int(parts[1])
+
+
+# ---------------------------------------------------------------- in the store
+
+
+def collect(
+    store: ObjectStore,
+    config: WeightsConfig,
+    *,
+    keep_anchors: int | None = None,
+    dry_run: bool = False,
+    report: Report | None = None,
+) -> Plan:
+    """One gc: announce what is garbage now, delete what was announced long enough ago. What was planned; with
+    `dry_run` nothing more happens. Raises StoreErrors, Corrupt; whatever it had begun, the next one completes."""
+    for _ in range(_TRIES):
+        facts = look(store, report)
+        planned = plan(
+            facts,
+            keep_versions=config.keep_versions,
+            grace_s=config.gc_grace_s,
+            keep_anchors=keep_anchors,
+        )
+        for note in planned.notes:
+            log.warning("garbage collection holds back", reason=note)
+        if dry_run:
+            return planned
+        number = facts.next_tombstone
+        tombstone = planned.tombstone(number, time.time())
+        if tombstone is not None:
+            try:
+                store.put_if_absent(tombstone_key(number), msgspec.json.encode(tombstone))
+            except AlreadyExists:
+                if store.get(tombstone_key(number)) != msgspec.json.encode(tombstone):
+                    continue  # somebody else collects: look again, with what was announced there
+        _carry_out(store, facts, planned, tombstone, report)
+        return planned
+    raise StoreUnavailable(
+        f"no garbage of {store.url} was collected: others announced theirs {_TRIES} times meanwhile",
+        hint="one collector is enough: let it finish",
+    )
+
+
+def _carry_out(
+    store: ObjectStore, facts: Facts, planned: Plan, tombstone: Tombstone | None, report: Report | None
+) -> None:
+    given_up = fold(facts.tombstones).ways | set(tombstone.ways if tombstone else ())
+    records = [way.key for way in facts.ways if way.key in given_up]
+    _each(store.delete, records, "deleting ways", report)
+    _each(store.delete, [each.key for each in planned.sweep], "deleting packs", report)
+    log.info(
+        "garbage collected",
+        announced=len(planned.doomed),
+        announced_bytes=sum(each.size for each in planned.doomed),
+        deleted=len(planned.sweep),
+        deleted_bytes=sum(each.size for each in planned.sweep),
+        rescued=len(planned.rescued),
+    )
+
+
+def look(store: ObjectStore, report: Report | None = None) -> Facts:
+    """The store as it is. The clock first, so that nothing seems older than it is; the packs last, so that
+    whatever was committed before has its packs there."""
+    now = store_now(store)
+    listed = _numbered_infos(store.list_after(GC), GC)
+    tombstones = _read_tombstones(store, listed)
+    announced = fold(tombstones)
+    manifests = _numbered(store.list_after(VERSIONS), VERSIONS)
+    claims = read_claims(store)
+    records = {info.key: info.modified for info in store.list_after("ways/")}
+    edges = list(list_edges(store))
+    readers = tuple(tuple(sorted(set(beat.versions))) for beat in live_readers(store))
+    checkpoints = _checkpoint_versions(store)
+    packs = {info.key: info for info in store.list_after(PACKS)}
+
+    still_there = {group[0] for group in map(pack_group, packs) if group is not None}
+    wanted = [number for number in manifests if number not in announced.versions or number in still_there]
+    unreadable: set[int] = set()
+    ways: list[Reachable] = []
+    newest = NOTHING
+    found = _each(lambda number: _patiently(read_manifest, store, number), wanted, "manifests", report)
+    for number, manifest in zip(wanted, found, strict=True):
+        if manifest is None:
+            unreadable.add(number)
+            continue
+        counts = admissible(manifest, claims)
+        newest = max(newest, number) if counts else newest
+        ways.append(_own(manifest, manifests[number], counts))
+    read = _each(lambda edge: _patiently(_further_way, store, edge), edges, "ways", report)
+    for edge, way in zip(edges, read, strict=True):
+        if way is None:
+            unreadable.add(edge.version)
+        elif edge.key in records:
+            keys = tuple(pack.key for pack in way.packs)
+            ways.append(Reachable(edge.base, edge.version, edge.nbytes, keys, records[edge.key], edge.key))
+    return Facts(
+        now,
+        newest,
+        tuple(ways),
+        packs,
+        readers,
+        checkpoints,
+        tombstones,
+        max(listed, default=-1) + 1,
+        frozenset(unreadable),
+    )
+
+
+def dead_edges(store: ObjectStore) -> frozenset[tuple[int, int]]:
+    """Edges (base, version) whose packs are gone or will be soon: no path may be planned over them."""
+    return fold(read_tombstones(store)).edges
+
+
+def read_tombstones(store: ObjectStore) -> tuple[Found, ...]:
+    """By number. One that can't be read is left out: then its packs stay, which does no harm."""
+    return _read_tombstones(store, _numbered_infos(store.list_after(GC), GC))
+
+
+def _read_tombstones(store: ObjectStore, infos: Mapping[int, ObjectInfo]) -> tuple[Found, ...]:
+    def read(info: ObjectInfo) -> Found | None:
+        try:
+            return Found(msgspec.json.decode(store.get(info.key), type=Tombstone), info.modified)
+        except (NotFound, msgspec.DecodeError) as error:
+            log.warning("a tombstone can't be read", key=info.key, reason=str(error))
+            return None
+
+    return tuple(found for found in _each(read, list(infos.values())) if found is not None)
+
+
+def tombstone_key(number: int) -> str:
+    return f"{GC}{number:08}.json"
+
+
+class _CheckpointProgress(Struct, frozen=True):
+    version: int
+
+
+class _CheckpointCommit(Struct, frozen=True):
+    """As much of a checkpoint's commit as matters here."""
+
+    progress: _CheckpointProgress
+
+
+def _checkpoint_versions(store: ObjectStore) -> tuple[int, ...]:
+    """A resume publishes an empty delta on its checkpoint's version: that must stay reachable."""
+    versions = set()
+    for info in store.list_after(CHECKPOINTS):
+        name = info.key.removeprefix(CHECKPOINTS)
+        if "/" in name or not name.endswith(".json"):
+            continue
+        try:
+            commit = msgspec.json.decode(store.get(info.key), type=_CheckpointCommit)
+        except NotFound:  # pruned meanwhile
+            continue
+        except msgspec.DecodeError as error:
+            raise Corrupt(
+                f"{info.key} in {store.url} is not a checkpoint's commit: {error}",
+                hint="no garbage is collected while it isn't known which version a checkpoint needs: restore the "
+                "object or delete it",
+            ) from error
+        versions.add(commit.progress.version)
+    return tuple(sorted(version for version in versions if version >= 0))
+
+
+def _own(manifest: Manifest, modified: float, counts: bool) -> Reachable:
+    way = manifest.way
+    keys = tuple(pack.key for pack in way.packs)
+    return Reachable(way.base, manifest.version, way.total_bytes, keys, modified, counts=counts)
+
+
+def _further_way(store: ObjectStore, edge: Edge) -> Way:
+    return read_way(store, edge).way
+
+
+def _patiently(
+    read: Callable[[ObjectStore, Item], Result], store: ObjectStore, item: Item
+) -> Result | None:
+    """None for a record that is gone, or damaged twice: the second try tells a torn read."""
+    try:
+        try:
+            return read(store, item)
+        except Corrupt:
+            return read(store, item)
+    except (NotFound, Corrupt) as error:
+        log.warning("a record can't be read", reason=error.message)
+        return None
+
+
+def _numbered(infos: Iterable[ObjectInfo], prefix: str) -> dict[int, float]:
+    return {number: info.modified for number, info in _numbered_infos(infos, prefix).items()}
+
+
+def _numbered_infos(infos: Iterable[ObjectInfo], prefix: str) -> dict[int, ObjectInfo]:
+    found = {}
+    for info in infos:
+        stem, dot, suffix = info.key.removeprefix(prefix).partition(".")
+        if stem.isdecimal() and dot + suffix == ".json":
+            found[int(stem)] = info
+    return found
+
+
+def _each(
+    function: Callable[[Item], Result],
+    items: Sequence[Item],
+    what: str = "",
+    report: Report | None = None,
+) -> list[Result]:
+    """In order, side by side."""
+    if not items:
+        return []
+    results = []
+    with ThreadPoolExecutor(min(_PARALLEL, len(items)), thread_name_prefix="gc") as pool:
+        for result in pool.map(function, items):
+            results.append(result)
+            if report is not None:
+                report(what, len(results), len(items))
+    return results
