@@ -18,10 +18,8 @@ import asyncio
 import contextlib
 import os
 import secrets
-import shutil
 import signal
 import socket
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,6 +43,8 @@ from async_rl.threads import in_daemon_thread
 from async_rl.transport.base import Dialer
 from async_rl.transport.zmq import ZmqDialer
 from async_rl.weights.config import WeightsConfig
+from async_rl.weights.files import scratch_folder
+from async_rl.weights.readers import ReaderBeat, drop_beat, write_beat
 from async_rl.weights.run import RunInfo, find_run
 from async_rl.weights.subscriber import LocalVersion, Subscriber
 from async_rl.wire import (
@@ -87,6 +87,8 @@ RESEND_S = 10.0
 """A group that is not acknowledged after this long is sent again. An acknowledgement takes milliseconds."""
 LAST_ACKS_S = 5.0
 """At the end, how long to wait for the acknowledgements of what was just sent."""
+LAST_BEAT_S = 5.0
+"""At the end, how long to try to take back what was said about needed versions; it expires by itself."""
 
 
 class _Work:
@@ -162,6 +164,7 @@ class RolloutWorker:
         self.ending.background(self._listen())
         self.ending.background(self._introduce())
         self.ending.background(self._beat())
+        saying = self.ending.background(self._say_needs())
         following = None
         try:
             await unless_over(self._welcomed.wait())  # waits for: an orchestrator that has a trainer
@@ -177,6 +180,8 @@ class RolloutWorker:
             if following is not None:
                 await cancel(following)
             await self._leave(str(over), finish_s=self.config.drain_s)
+            await cancel(saying)
+            await self._need_nothing()
         except AsyncRLError as error:
             log.error("the worker can't go on", error=str(error), leases=len(self._work))
             await self._leave(str(error), finish_s=0.0)
@@ -488,6 +493,7 @@ class RolloutWorker:
             try:
                 while (local := await self._fetch_newest()) is not None:
                     await self._serve(local)
+                    await self._scrub(local)
                 pauses = None
             except (WeightsError, StoreError, EngineError) as error:
                 if self.engine.failed:
@@ -495,10 +501,12 @@ class RolloutWorker:
                 log.warning("no new version could be had", served=self.engine.version, error=str(error))
                 pauses = pauses or delays(1.0, LONGEST_PAUSE_S)
 
-    async def _fetch_newest(self) -> LocalVersion | None:
-        """The newest version later than the one served, on disk and verified; None where there is none. Raises
-        WeightsError, StoreError."""
-        manifest = await in_daemon_thread(self.subscriber.newest, self.engine.version)
+    async def _fetch_newest(self, after: int | None = None) -> LocalVersion | None:
+        """The newest version later than the one served (or than `after`), here and verified; None where there is
+        none. Raises WeightsError, StoreError."""
+        if after is None:
+            after = self.engine.version
+        manifest = await in_daemon_thread(self.subscriber.newest, after)
         if manifest is None:
             return None
         self._fetching, self._fetched = manifest.version, 0.0
@@ -527,7 +535,35 @@ class RolloutWorker:
         self._beat_now.set()
         async with self._version_served:
             self._version_served.notify_all()
-        await in_daemon_thread(self.subscriber.prune)
+
+    async def _scrub(self, served: LocalVersion) -> None:
+        """Now and then, between two updates. The engine can't be given a version again that it serves, so what it
+        read from a damaged copy stays in it until the next one; the loss sees the logprobs it sampled with."""
+        if not self.subscriber.scrub_due or await in_daemon_thread(self.subscriber.scrub):
+            return
+        log.error("the engine's weights may be damaged until its next version", served=served.version)
+        local = await self._fetch_newest(served.version - 1)
+        if local is not None and local.version > self.engine.version:
+            await self._serve(local)
+
+    async def _say_needs(self) -> None:
+        """Waits for: the next beat. Garbage collection goes by it; without it this worker finds another path."""
+        store, pause_s = self.subscriber.store, self.subscriber.config.beat_s
+        while True:
+            beat = ReaderBeat(self.name, self.subscriber.needed_versions, 5 * pause_s)
+            try:
+                await in_daemon_thread(write_beat, store, beat)
+            except StoreError as error:
+                log.debug("the store does not know which versions are needed here", error=str(error))
+            await asyncio.sleep(pause_s)
+
+    async def _need_nothing(self) -> None:
+        try:
+            await asyncio.wait_for(
+                in_daemon_thread(drop_beat, self.subscriber.store, self.name), LAST_BEAT_S
+            )
+        except (StoreError, TimeoutError) as error:
+            log.debug("the last beat stays until it expires", error=str(error))
 
     # ---------------------------------------------------------------- the end
 
@@ -592,13 +628,10 @@ def run_worker(
     process. An empty `worker_id` means host, pid and chance. Raises the error that made it impossible to go on."""
     name = worker_id or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
     opened = open_store(store_url, store)
-    cache = Path(rollout.cache_dir) if rollout.cache_dir else Path(tempfile.mkdtemp(prefix="async-rl-"))
     try:
-        asyncio.run(_live(name, opened, orchestrator_address, rollout, weights, cache))
+        asyncio.run(_live(name, opened, orchestrator_address, rollout, weights))
     finally:
         opened.close()
-        if not rollout.cache_dir:
-            shutil.rmtree(cache, ignore_errors=True)
     return 0
 
 
@@ -608,7 +641,6 @@ async def _live(
     address: str,
     config: RolloutConfig,
     weights: WeightsConfig,
-    cache: Path,
 ) -> None:
     ending = Ending()
     loop = asyncio.get_running_loop()
@@ -618,22 +650,31 @@ async def _live(
         run = await ending.unless_over(_find_run(store, config.join_timeout_s))
     except Over:
         return
-    engine = make_engine(config)
-    dialer = ZmqDialer(address, name)
-    try:
-        await RolloutWorker(
-            name=name,
-            run=run,
-            subscriber=Subscriber(store, run, cache, weights),
-            engine=engine,
-            dialer=dialer,
-            config=config,
-            ending=ending,
-        ).run()
-    finally:
-        await engine.close()
-        await dialer.close()
-        log.info("worker ended", worker=name)
+    with _cache_folder(config, run) as cache:
+        engine = make_engine(config)
+        dialer = ZmqDialer(address, name)
+        subscriber = Subscriber(store, run, cache, weights)
+        try:
+            await RolloutWorker(
+                name=name,
+                run=run,
+                subscriber=subscriber,
+                engine=engine,
+                dialer=dialer,
+                config=config,
+                ending=ending,
+            ).run()
+        finally:
+            await engine.close()
+            await dialer.close()
+            subscriber.close()
+            log.info("worker ended", worker=name)
+
+
+def _cache_folder(config: RolloutConfig, run: RunInfo) -> contextlib.AbstractContextManager[Path]:
+    if config.cache_dir:
+        return contextlib.nullcontext(Path(config.cache_dir))
+    return scratch_folder(sum(tensor.nbytes for tensor in run.tensors) * 3 // 2)
 
 
 async def _find_run(store: ObjectStore, limit_s: float) -> RunInfo:

@@ -51,4 +51,6 @@ class RolloutConfig(Struct, frozen=True, forbid_unknown_fields=True):
     drain_s: NotNegative = 30.0
     """On a stop, what is being generated may finish within this; the rest is given back."""
     cache_dir: str = ""
-    """Where fetched versions are kept; empty: a temporary folder, removed at the end."""
+    """Where this worker's copy of the weights is kept: it survives a restart (hashed before it is used again), and a
+    delta changes it in place. One worker per folder. Empty: a temporary folder, in shared memory (/dev/shm) where
+    that has room for one and a half models, removed at the end."""

@@ -1,0 +1,515 @@
+"""Bring a shadow from whatever it is to the version that is wanted, or say why not.
+
+    plan ─► fetch all packs of all hops, verified ─► check their tables ─► hop by hop: apply ─► compare the digest
+
+No byte of the shadow changes before everything that will change it is on this machine and verified. What can go
+wrong, and what then happens:
+
+    a pack is missing, damaged (twice), or its table is inconsistent    that edge is avoided, another path planned
+    a tile does not do what its table says, the digest differs          the shadow is dropped; from nothing
+    … and it was from nothing                                           the edges of that path are avoided
+    no path is left                                                     Corrupt, with all that was found
+    the store is away                                                   StoreUnavailable; what was fetched stays
+    killed                                                              see shadow.py; packs that are whole stay
+
+Memory: fetch_parallel parts, besides the mapped files. Disk: the shadow, and the packs of the path; another shadow
+beside it while a full state is fetched (where there is no room for both, the old one goes first).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import mmap
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from async_rl.errors import Corrupt, NotFound, WeightsError
+from async_rl.log import get_logger
+from async_rl.store.base import ObjectStore
+from async_rl.weights.codec.digest import MASK
+from async_rl.weights.config import WeightsConfig
+from async_rl.weights.deltas import Tile, check_tiles, read_table
+from async_rl.weights.fetch import BadPack, Fetcher, holds
+from async_rl.weights.files import FolderLock, disk_errors, write_at
+from async_rl.weights.lineage import Manifest, Pack, read_manifest
+from async_rl.weights.packs import header
+from async_rl.weights.plan import NOTHING, Hop, find_path
+from async_rl.weights.plan import Path as Route
+from async_rl.weights.run import RunInfo
+from async_rl.weights.shadow import (
+    CodedTile,
+    Mapped,
+    Shadow,
+    at_once,
+    check_contents,
+    full_ranges,
+    read_held,
+    shard_names,
+    shards_in,
+    tile_ranges,
+)
+
+__all__ = ["Follower", "Progress"]
+
+log = get_logger(__name__)
+
+Progress = Callable[[float], None]
+"""Called with the fraction of the bytes that are on disk, 0 to 1, by the thread that called."""
+
+_CLOSE_S = 5.0
+"""How long `close` waits for a get that is in flight."""
+
+Edge = tuple[int, int]
+
+
+class _BadEdge(Exception):
+    """This edge is of no use; the shadow was not touched."""
+
+    def __init__(self, hop: Hop, error: Corrupt) -> None:
+        super().__init__(error.message)
+        self.edge, self.error = (hop.way.base, hop.version), error
+
+
+class _Spoilt(Exception):
+    """The shadow is of no use any more; the edge is what was being applied, None where it could be any."""
+
+    def __init__(self, reason: str, edge: Edge | None) -> None:
+        super().__init__(reason)
+        self.edge = edge
+
+
+class Follower:
+    """One shadow folder and its user. Thread-safe; one process at a time, held by a lock from the first use on."""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        run: RunInfo,
+        config: WeightsConfig,
+        folder: Path,
+        incoming: Path,
+        needs: Mapping[str, tuple[int, int]] | None = None,
+    ) -> None:
+        """`folder` holds the shadow, `incoming` what is on its way, on the same disk. `needs`: see Subscriber."""
+        self._store, self._run, self._config = store, run, config
+        self._folder, self._incoming = folder, incoming
+        self._needs = None if needs is None else tile_ranges(run, needs)
+        self._fetcher = Fetcher(store, config)
+        self._mutex = threading.Lock()
+        self._lock: FolderLock | None = None
+        self._adopted = False
+        self._shadow: Shadow | None = None
+
+    @property
+    def held(self) -> int | None:
+        """The version of the shadow."""
+        shadow = self._shadow
+        return None if shadow is None else shadow.version
+
+    @property
+    def downloaded(self) -> int:
+        """Bytes of packs so far, also of attempts that failed."""
+        return self._fetcher.downloaded
+
+    def reach(self, manifest: Manifest, progress: Progress | None = None) -> tuple[Shadow, Route]:
+        """The shadow as `manifest`'s version, and the last path taken to it.
+
+        Raises Corrupt (naming the objects) where no path is whole, WeightsError, StoreErrors.
+        """
+        what = f"version {manifest.version} of {self._store.url}"
+        if manifest.dtype != self._run.dtype:
+            raise Corrupt(f"{what} is {manifest.dtype}, the run is {self._run.dtype}")
+        with self._mutex, disk_errors(self._folder, manifest.way.total_bytes):
+            self._open()
+            avoid: set[Edge] = set()
+            reasons: list[str] = []
+            said = _Monotone(progress)
+            while True:
+                try:
+                    route = find_path(self._store, manifest, self.held, avoid=frozenset(avoid))
+                except WeightsError as error:
+                    if not reasons:
+                        raise
+                    raise Corrupt(f"{what} can't be had: {'; '.join(reasons)}", hint=error.hint) from error
+                try:
+                    self._go(route, manifest, said)
+                    break
+                except _BadEdge as bad:
+                    log.warning("a way is of no use, looking for another", edge=bad.edge, reason=str(bad))
+                    avoid.add(bad.edge)
+                    reasons.append(str(bad))
+                except _Spoilt as spoilt:
+                    log.error(
+                        "the shadow is dropped and fetched anew", path=route.describe(), reason=str(spoilt)
+                    )
+                    self._drop()
+                    reasons.append(str(spoilt))
+                    if route.start == NOTHING:  # else the shadow itself may have been damaged before
+                        edges = [(hop.way.base, hop.version) for hop in route.hops]
+                        avoid.update(edges if spoilt.edge is None else [spoilt.edge])
+            said(1.0)
+            self._clear()
+            assert self._shadow is not None
+            return self._shadow, route
+
+    def scrub(self) -> bool:
+        """Hash the whole shadow. False where it is not what it was: it is then dropped, and the next `reach` starts
+        from nothing. True also where there is none."""
+        with self._mutex:
+            if self._shadow is None:
+                return True
+            found = self._shadow.mapped.digest(self._shadow.ranges)
+            if found == self._shadow.digest:
+                return True
+            log.error(
+                "the copy of the weights was damaged on this machine",
+                folder=str(self._folder),
+                version=self._shadow.version,
+                digest=f"{found:016x}",
+                wanted=f"{self._shadow.digest:016x}",
+            )
+            self._drop()
+            return False
+
+    def close(self) -> None:
+        """End what another thread is fetching, and let others use the folder. The shadow stays. Not to be used any
+        more."""
+        self._fetcher.stop()
+        if not self._mutex.acquire(timeout=_CLOSE_S):
+            log.warning("a fetch goes on after its reader was closed", folder=str(self._folder))
+            return  # the lock of the folder ends with the process
+        try:
+            self._shadow = None
+            if self._lock is not None:
+                self._lock.release()
+                self._lock = None
+        finally:
+            self._mutex.release()
+
+    # ---------------------------------------------------------------- what is there
+
+    def _open(self) -> None:
+        if self._lock is None:
+            self._lock = FolderLock(self._incoming)
+            for part in (*self._incoming.glob(".*.part"), *self._folder.glob(".*.part")):
+                part.unlink(missing_ok=True)
+        if not self._adopted:
+            self._shadow = self._adopt()
+            self._adopted = True
+
+    def _adopt(self) -> Shadow | None:
+        """What an earlier process left, if it is exactly the version it says."""
+        held = read_held(self._folder)
+        if held is None or held.run != self._run.run:
+            return None
+        names = {spec.name for spec in self._run.tensors}
+        needs = None
+        if self._needs is not None:
+            needs = {spec.name: span for spec, span in zip(self._run.tensors, self._needs, strict=True)}
+        files = [self._folder / name for name in held.files]
+        try:
+            if held.needs != needs or held.weight_map.keys() != names:
+                raise Corrupt("it holds other tensors than needed")
+            wanted = held.digest if needs else read_manifest(self._store, held.version).digest
+            check_contents(self._run, files, held.weight_map, str(self._folder))
+            mapped = Mapped(self._run, files, held.weight_map)
+            digest = mapped.digest(self._needs or full_ranges(self._run))
+            if f"{digest:016x}" == wanted:
+                log.info("the copy of the weights is whole", version=held.version, folder=str(self._folder))
+                return Shadow(self._folder, mapped, held.version, digest, self._needs)
+            reason = f"its digest is {digest:016x}, that of version {held.version} is {wanted}"
+        except (WeightsError, NotFound, OSError) as error:
+            reason = str(error)
+        log.warning("the copy of the weights is of no use", folder=str(self._folder), reason=reason)
+        return None
+
+    def _drop(self) -> None:
+        """The files stay: shards that happen to be what a full way wants are used again."""
+        if self._shadow is not None:
+            self._shadow.begin()
+            self._shadow = None
+
+    def _clear(self) -> None:
+        for path in self._incoming.iterdir():
+            if self._lock is None or path != self._lock.path:
+                path.unlink()
+
+    # ---------------------------------------------------------------- along a path
+
+    def _go(self, route: Route, manifest: Manifest, said: _Monotone) -> None:
+        began = time.monotonic()
+        before = self.downloaded
+        for hop in route.hops:
+            self._check_way(hop)
+        self._fetch(route, said)
+        tiles = {hop.version: self._read_tiles(hop) for hop in route.hops if hop.way.base >= 0}
+        fetched = time.monotonic()
+        for index, hop in enumerate(route.hops):
+            wanted = manifest if hop.version == manifest.version else None
+            if hop.way.base < 0:
+                self._install(hop, wanted)
+            else:
+                self._apply(hop, tiles.pop(hop.version), wanted)
+            later = {pack.sha256 for each in route.hops[index + 1 :] for pack in each.way.packs}
+            for pack in hop.way.packs:
+                if pack.sha256 not in later:
+                    self._file_of(pack).unlink(missing_ok=True)
+        shadow = self._shadow
+        if shadow is None or shadow.version != manifest.version:
+            raise Corrupt(f"{route.describe()} does not lead to version {manifest.version}")
+        if self._needs is None and f"{shadow.digest:016x}" != manifest.digest:
+            # Without a hop, that is: a version that was replaced under its number.
+            raise _Spoilt(_other_digest(manifest, shadow.digest), None)
+        log.info(
+            "version in the shadow",
+            version=manifest.version,
+            path=route.describe(),
+            downloaded=self.downloaded - before,
+            fetch_s=fetched - began,
+            apply_s=time.monotonic() - fetched,
+        )
+
+    def _check_way(self, hop: Hop) -> None:
+        for pack in hop.way.packs:
+            if not re.fullmatch("[0-9a-f]{64}", pack.sha256):  # it becomes the name of a file
+                raise _BadEdge(
+                    hop, Corrupt(f"{hop.key} gives {pack.key} a hash that is none: {pack.sha256!r}")
+                )
+
+    def _file_of(self, pack: Pack) -> Path:
+        return self._incoming / pack.sha256
+
+    def _fetch(self, route: Route, said: _Monotone) -> None:
+        if route.hops and route.hops[0].way.base < 0 and self._needs is None:
+            self._keep_shards(route.hops[0])
+        if self._needs is not None:
+            return self._fetch_needed(route, said)
+        packs = list({pack.sha256: pack for hop in route.hops for pack in hop.way.packs}.values())
+        there = at_once(lambda pack: holds(self._file_of(pack), pack), packs)
+        missing = {pack.sha256: pack for pack, have in zip(packs, there, strict=True) if not have}
+        wanted = sum(pack.size for pack in missing.values())
+        self._make_room(route, wanted)
+        have = route.nbytes - wanted
+        said(have / max(1, route.nbytes))
+        with disk_errors(self._folder, wanted):
+            try:
+                self._fetcher.whole(
+                    [(pack, self._file_of(pack)) for pack in missing.values()],
+                    lambda done: said((have + done) / max(1, route.nbytes)),
+                )
+            except BadPack as error:
+                raise _BadEdge(_hop_with(route, error.key), error) from error
+
+    def _keep_shards(self, hop: Hop) -> None:
+        """Files of a shadow that was torn may be packs of this full way all the same."""
+        if self._shadow is not None:
+            return
+        names = shard_names(len(hop.way.packs))
+        for pack, name in zip(hop.way.packs, names, strict=True):
+            if not self._file_of(pack).exists() and holds(self._folder / name, pack):
+                (self._folder / name).replace(self._file_of(pack))
+        for path in shards_in(self._folder):
+            path.unlink()
+
+    def _make_room(self, route: Route, wanted: int) -> None:
+        if self._shadow is not None and route.start == NOTHING:
+            free = shutil.disk_usage(self._incoming).free
+            if free < wanted:
+                log.warning(
+                    "no room for two copies of the weights: the old one goes first",
+                    folder=str(self._folder),
+                    free_mb=free / 1e6,
+                    wanted_mb=wanted / 1e6,
+                )
+                self._drop()
+                for path in shards_in(self._folder):
+                    path.unlink()
+
+    # ---------------------------------------------------------------- full states
+
+    def _install(self, hop: Hop, wanted: Manifest | None) -> None:
+        """The packs become the shadow's files. `wanted`: the manifest, if this is its version."""
+        files = [self._file_of(pack) for pack in hop.way.packs]
+        try:
+            check_contents(self._run, files, hop.way.weight_map, f"{hop.key} in {self._store.url}")
+            mapped = Mapped(self._run, files, hop.way.weight_map)
+            digest = mapped.digest(self._needs or full_ranges(self._run))
+            if wanted is not None and self._needs is None and f"{digest:016x}" != wanted.digest:
+                raise Corrupt(_other_digest(wanted, digest))
+        except Corrupt as error:
+            raise _BadEdge(hop, error) from error
+        self._drop()
+        names = shard_names(len(files))
+        for path in shards_in(self._folder):
+            if path.name not in names:
+                path.unlink()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        mapped.files = [self._folder / name for name in names]
+        for file, path in zip(files, mapped.files, strict=True):
+            file.replace(path)
+        shadow = Shadow(self._folder, mapped, hop.version, digest, self._needs)
+        shadow.settle(hop.version, digest)
+        self._shadow = shadow
+
+    # ---------------------------------------------------------------- deltas
+
+    def _read_tiles(self, hop: Hop) -> list[CodedTile]:
+        """All tiles of a hop (those needed), checked to fit the run and one another."""
+        found: list[CodedTile] = []
+        changed = 0
+        try:
+            for pack in hop.way.packs:
+                what = f"{pack.key} in {self._store.url}"
+                tiles, data = self._read_pack(pack, what)
+                check_tiles(tiles, self._run.tensors, pack.table.start if pack.table else 0, what)
+                changed += sum(tile.changed for tile in tiles)
+                found += [
+                    CodedTile(tile, data[tile.offset : tile.offset + tile.size], pack.key)
+                    for tile in tiles
+                    if self._needed(tile)
+                ]
+            found.sort(key=lambda coded: (coded.tile.tensor, coded.tile.start))
+            for left, right in itertools.pairwise(found):
+                same = left.tile.tensor == right.tile.tensor
+                if same and left.tile.start + left.tile.elements > right.tile.start:
+                    name = self._run.tensors[left.tile.tensor].name
+                    raise Corrupt(f"{left.pack} and {right.pack} both change {name} at {right.tile.start}")
+            if changed != hop.way.changed:
+                raise Corrupt(
+                    f"{hop.key} says that {hop.way.changed} elements change, its packs change {changed}"
+                )
+        except Corrupt as error:
+            raise _BadEdge(hop, error) from error
+        return found
+
+    def _read_pack(self, pack: Pack, what: str) -> tuple[list[Tile], memoryview]:
+        content = _mapped_bytes(self._file_of(pack))
+        ref = pack.table
+        if ref is None or ref.start + ref.size != len(content):
+            raise Corrupt(f"{what} should end with a table of tiles")
+        table = bytes(content[ref.start :])
+        if hashlib.sha256(table).hexdigest() != ref.sha256:
+            raise Corrupt(f"{what}: its table differs from its hash")
+        tiles = read_table(table, 0)
+        first = ref.start - sum(tile.size for tile in tiles)
+        if first < 0:
+            raise Corrupt(f"{what} describes more bytes than it has")
+        return [tile._replace(offset=tile.offset + first) for tile in tiles], content
+
+    def _apply(self, hop: Hop, tiles: Sequence[CodedTile], wanted: Manifest | None) -> None:
+        shadow = self._shadow
+        edge = (hop.way.base, hop.version)
+        if shadow is None or shadow.version != hop.way.base:
+            raise Corrupt(f"{hop.key} leads from version {hop.way.base}, which is not in the shadow")
+        self._shadow = None  # until it is a state again
+        shadow.begin()
+        try:
+            digest = (shadow.digest + shadow.apply(tiles)) & MASK
+        except Corrupt as error:
+            raise _Spoilt(error.message, edge) from error
+        if wanted is not None and self._needs is None and f"{digest:016x}" != wanted.digest:
+            raise _Spoilt(_other_digest(wanted, digest), None)
+        shadow.settle(hop.version, digest)
+        self._shadow = shadow
+
+    # ---------------------------------------------------------------- only what is needed
+
+    def _needed(self, tile: Tile) -> bool:
+        """Raises Corrupt for a tile that is needed in part."""
+        if self._needs is None:
+            return True
+        start, stop = self._needs[tile.tensor]
+        if tile.start >= stop or tile.start + tile.elements <= start:
+            return False
+        if tile.start < start or tile.start + tile.elements > stop:
+            name = self._run.tensors[tile.tensor].name
+            raise Corrupt(
+                f"a tile at {tile.start}+{tile.elements} of {name} crosses a multiple of the tile size"
+            )
+        return True
+
+    def _fetch_needed(self, route: Route, said: _Monotone) -> None:
+        done = 0
+        for hop in route.hops:
+            for pack in hop.way.packs:
+                begun = done
+
+                def report(now: int, begun: int = begun) -> None:
+                    said((begun + now) / max(1, route.nbytes))
+
+                with disk_errors(self._folder, pack.size):
+                    try:
+                        if hop.way.base < 0:
+                            self._fetch_part_of_full(hop, pack, report)
+                        else:
+                            self._fetcher.tiles(
+                                pack, self._file_of(pack), self._run.tensors, self._needed, report
+                            )
+                    except Corrupt as error:
+                        raise _BadEdge(hop, error) from error
+                done += pack.size
+                said(done / max(1, route.nbytes))
+
+    def _fetch_part_of_full(self, hop: Hop, pack: Pack, report: Callable[[int], None]) -> None:
+        """A full pack has one hash over all of it, so it is read and verified whole; of its bytes the needed ones are
+        kept, in a file that is otherwise a hole. A pack with nothing that is needed is not read."""
+        assert self._needs is not None
+        number = hop.way.packs.index(pack)
+        specs = [spec for spec in self._run.tensors if hop.way.weight_map.get(spec.name) == number]
+        spans = {spec.name: span for spec, span in zip(self._run.tensors, self._needs, strict=True)}
+        head = header(specs, self._run.dtype)
+        if len(head) + sum(spec.nbytes for spec in specs) != pack.size:
+            raise BadPack(pack.key, f"{pack.key} in {self._store.url} is not laid out as its manifest says")
+        path, whole = self._file_of(pack), self._incoming / f"{pack.sha256}.whole"
+        with path.open("wb") as file:
+            file.write(head)
+            file.truncate(pack.size)
+        if all(start == stop for start, stop in (spans[spec.name] for spec in specs)):
+            return
+        self._fetcher.whole([(pack, whole)], report)
+        try:
+            content = _mapped_bytes(whole)
+            if content[: len(head)] != head:
+                raise BadPack(
+                    pack.key, f"{pack.key} in {self._store.url} has another header than it should"
+                )
+            at = len(head)
+            for spec in specs:
+                start, stop = (at + 2 * element for element in spans[spec.name])
+                write_at(path, start, content[start:stop])
+                at += spec.nbytes
+        finally:
+            whole.unlink()
+
+
+class _Monotone:
+    """Progress that never goes back, though a path that failed is followed by another."""
+
+    def __init__(self, progress: Progress | None) -> None:
+        self._progress, self._said = progress, -1.0
+
+    def __call__(self, fraction: float) -> None:
+        if self._progress is not None and fraction > self._said:
+            self._said = fraction
+            self._progress(min(1.0, fraction))
+
+
+def _hop_with(route: Route, key: str) -> Hop:
+    return next(hop for hop in route.hops for pack in hop.way.packs if pack.key == key)
+
+
+def _other_digest(manifest: Manifest, found: int) -> str:
+    return (
+        f"version {manifest.version} should have the digest {manifest.digest}, what its packs make has "
+        f"{found:016x}"
+    )
+
+
+def _mapped_bytes(path: Path) -> memoryview:
+    with path.open("rb") as file:
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
