@@ -11,22 +11,11 @@ from __future__ import annotations
 
 import numpy as np
 
-__all__ = ["MASK", "digest_of", "mix"]
-
-MASK = (1 << 64) - 1
-
-
-def mix(keys: np.ndarray) -> np.ndarray:
-    """uint64 [n] -> uint64 [n]."""
-    keys = keys ^ (keys >> np.uint64(30))
-    keys = keys * np.uint64(0xBF58476D1CE4E5B9)
-    keys = keys ^ (keys >> np.uint64(27))
-    keys = keys * np.uint64(0x94D049BB133111EB)
-    mixed: np.ndarray = keys ^ (keys >> np.uint64(31))
-    return mixed
+__all__ = ["digest_of"]
 
 
 def digest_of(values: np.ndarray, place: int) -> int:
     """Of consecutive elements, uint16 [n], the first of which stands at `place`. No elements: 0."""
-    keys = np.arange(place, place + len(values), dtype=np.uint64) << np.uint64(16)
-    return int(mix(keys | values).sum(dtype=np.uint64))
+    from async_rl.weights.codec import elements
+
+    return int(elements.digest(values, place))

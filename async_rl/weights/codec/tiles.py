@@ -11,10 +11,8 @@ from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
-import zstandard
 
 from async_rl.errors import Corrupt
-from async_rl.weights.codec.digest import MASK, mix
 
 __all__ = [
     "TILE",
@@ -49,73 +47,76 @@ class CodedTile(NamedTuple):
     moved: int  # what the change adds to the state's digest, modulo 2^64
 
 
-def ordered(bits: np.ndarray) -> np.ndarray:
-    """uint16 bits -> int16 in value order; its own inverse (on the int16's bits)."""
-    signed = bits.view(np.int16)
-    return signed ^ ((signed >> 15) & 0x7FFF)
-
-
 def encode_tile(base: np.ndarray, new: np.ndarray, place: int, *, small: bool = False) -> CodedTile | None:
     """The smallest coding of base -> new; None if nothing changed. `place`: of the first element, see digest.py.
     With `small` also the codings that need the base to be read are tried."""
-    with np.errstate(over="ignore"):
-        all_steps = ordered(new) - ordered(base)
-    positions = np.flatnonzero(all_steps).astype(np.uint32)
+    from async_rl.weights.codec import elements
+
+    found = np.empty(len(base), np.uint32)
+    whole = len(base) & ~3
+    base_4, new_4 = base[:whole].view(np.uint64), new[:whole].view(np.uint64)
+    positions = found[: elements.find(base, new, base_4, new_4, found)]
     if not len(positions):
         return None
-    mode, data = encode_steps(positions, all_steps[positions], len(base))
-    moved = _moved(base[positions], new[positions], positions, place)
+    steps = np.empty(len(positions), np.int16)
+    moved = int(elements.measure(base, new, place, positions, steps))
+    mode, data = encode_steps(positions, steps, len(base))
     return CodedTile(mode, data, len(positions), moved)
 
 
 def apply_tile(mode: int, data: bytes | memoryview, values: np.ndarray, place: int) -> tuple[int, int]:
-    """Change `values` in place; (changed, moved) as found. Raises Corrupt, after which `values` is undefined."""
+    """Change `values` in place; (changed, moved) as found. Raises Corrupt, with `values` as they were."""
+    from async_rl.weights.codec import elements
+
     positions, steps = tile_steps(mode, data, len(values))
-    before = values[positions]
-    with np.errstate(over="ignore"):
-        after = ordered((ordered(before) + steps).view(np.uint16)).view(np.uint16)
-    values[positions] = after
-    return len(positions), _moved(before, after, positions, place)
+    return len(positions), int(elements.apply(values, positions, steps, place))
 
 
 def tile_steps(mode: int, data: bytes | memoryview, count: int) -> Steps:
     """What a tile of `count` elements says, without the weights. Raises ValueError for SMALL, Corrupt."""
+    from async_rl.weights.codec import steps as kernels
+
     if mode == Mode.SMALL:
         raise ValueError("a small tile can't be read without its base")
-    try:
-        planes = zstandard.ZstdDecompressor().decompress(bytes(data), max_output_size=2 * count)
-    except zstandard.ZstdError as error:
-        raise Corrupt(f"a coded tile can't be read: {error}") from error
-    if mode != Mode.DENSE or len(planes) != 2 * count:
-        raise Corrupt(f"a coded tile of mode {mode} holds {len(planes)} bytes for {count} elements")
-    steps = np.frombuffer(planes, np.uint8).reshape(2, count).T.copy().view(np.int16).reshape(count)
-    positions = np.flatnonzero(steps).astype(np.uint32)
-    return positions, steps[positions]
+    if mode not in (Mode.STEPS, Mode.DENSE):
+        raise Corrupt(f"a coded tile has the unknown mode {mode}")
+    changed = changed_in(data)
+    if not 0 <= changed <= count:
+        raise Corrupt(f"a coded tile of {count} elements says that it changes {changed}")
+    extra = int(mode == Mode.DENSE)
+    positions, steps = np.empty(changed + extra, np.uint32), np.empty(changed + extra, np.int16)
+    decode = kernels.decode_dense if mode == Mode.DENSE else kernels.decode_steps
+    if decode(np.frombuffer(data, np.uint8), count, positions, steps) != changed:
+        raise Corrupt(f"a coded tile of mode {mode} and {len(data)} bytes contradicts itself")
+    return positions[:changed], steps[:changed]
 
 
 def encode_steps(positions: np.ndarray, steps: np.ndarray, count: int) -> tuple[Mode, bytes]:
     """The smallest coding that can be read without the base. Positions ascend below `count`."""
-    dense = np.zeros(count, np.int16)
-    dense[positions] = steps
-    planes = dense.view(np.uint8).reshape(count, 2).T.tobytes()
-    return Mode.DENSE, zstandard.ZstdCompressor(level=1).compress(planes)
+    from async_rl.weights.codec import steps as kernels
+
+    dense = 2 * len(positions) > count
+    out = np.zeros(kernels.room_for(count if dense else 2 * len(positions)), np.uint8)
+    encode = kernels.encode_dense if dense else kernels.encode_steps
+    size = encode(positions, steps, count, out)
+    return (Mode.DENSE if dense else Mode.STEPS), out[:size].tobytes()
 
 
 def add_steps(first: Steps, second: Steps) -> Steps:
     """What doing one change after the other does; steps that cancel are left out."""
-    positions = np.concatenate([first[0], second[0]])
-    steps = np.concatenate([first[1], second[1]])
-    order = np.argsort(positions, kind="stable")
-    positions, steps = positions[order], steps[order]
-    starts = np.flatnonzero(np.diff(positions, prepend=-1))
-    with np.errstate(over="ignore"):
-        total = np.add.reduceat(steps, starts, dtype=np.int16) if len(steps) else steps
-    left = total != 0
-    return positions[starts][left].astype(np.uint32), total[left]
+    from async_rl.weights.codec import elements
+
+    room = len(first[0]) + len(second[0])
+    positions, steps = np.empty(room, np.uint32), np.empty(room, np.int16)
+    left = elements.merge(*first, *second, positions, steps)
+    return positions[:left], steps[:left]
 
 
-def _moved(before: np.ndarray, after: np.ndarray, positions: np.ndarray, place: int) -> int:
-    keys = (positions.astype(np.uint64) + np.uint64(place)) << np.uint64(16)
-    with np.errstate(over="ignore"):
-        change = mix(keys | after).sum(dtype=np.uint64) - mix(keys | before).sum(dtype=np.uint64)
-    return int(change) & MASK
+def changed_in(data: bytes | memoryview) -> int:
+    """The number of changes with which every coded tile begins; -1 if there is none."""
+    value = 0
+    for index, byte in enumerate(bytes(data[:5])):
+        value |= (byte & 127) << (7 * index)
+        if byte < 128:
+            return value
+    return -1

@@ -1,0 +1,144 @@
+"""Kernels over the weights themselves: find changes, make them, hash, add changes up.
+
+Weights are uint16 [n] (bits); a change is positions uint32 [k], ascending, and steps int16 [k], never 0.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from async_rl.weights.codec.jit import (
+    I16,
+    I16_OUT,
+    I64,
+    U16,
+    U16_OUT,
+    U32,
+    U32_OUT,
+    U64,
+    U64_IN,
+    helper,
+    kernel,
+)
+
+__all__ = ["apply", "digest", "find", "measure", "merge"]
+
+
+@helper
+def _mix(key: np.uint64) -> np.uint64:
+    key ^= key >> np.uint64(30)
+    key *= np.uint64(0xBF58476D1CE4E5B9)
+    key ^= key >> np.uint64(27)
+    key *= np.uint64(0x94D049BB133111EB)
+    return key ^ (key >> np.uint64(31))
+
+
+@helper
+def _hash(place: int, bits: int) -> np.uint64:
+    return _mix(np.uint64((place << 16) | bits))
+
+
+@helper
+def _ordered(bits: int) -> int:
+    """Sign and magnitude -> two's complement of 16 bits, one to one: -0 is just below +0. Its own inverse."""
+    return bits ^ ((bits >> 15) * 0x7FFF)
+
+
+@kernel(U64, U16, I64)
+def digest(values: np.ndarray, place: int) -> np.uint64:
+    total = np.uint64(0)
+    for i in range(len(values)):
+        total += _hash(place + i, np.int64(values[i]))
+    return total
+
+
+@kernel(I64, U16, U16, U64_IN, U64_IN, U32_OUT)
+def find(
+    base: np.ndarray, new: np.ndarray, base_4: np.ndarray, new_4: np.ndarray, positions: np.ndarray
+) -> int:
+    """Fills `positions` (of len(base)) with where the two differ; how many. The _4 are the same weights, four to a
+    word, without the last n % 4."""
+    found = 0
+    for start in range(0, len(base_4) - 3, 4):
+        # 16 elements at once: most are equal. Where not, no branch: it could not be predicted.
+        if (
+            (base_4[start] ^ new_4[start])
+            | (base_4[start + 1] ^ new_4[start + 1])
+            | (base_4[start + 2] ^ new_4[start + 2])
+            | (base_4[start + 3] ^ new_4[start + 3])
+        ) == np.uint64(0):
+            continue
+        for word in range(start, start + 4):
+            different = base_4[word] ^ new_4[word]
+            for lane in range(4):
+                positions[found] = 4 * word + lane
+                found += (different & np.uint64(0xFFFF)) != np.uint64(0)
+                different >>= np.uint64(16)
+    for i in range(len(base_4) // 4 * 16, len(base)):
+        if base[i] != new[i]:
+            positions[found] = i
+            found += 1
+    return found
+
+
+@kernel(U64, U16, U16, I64, U32, I16_OUT)
+def measure(
+    base: np.ndarray, new: np.ndarray, place: int, positions: np.ndarray, steps: np.ndarray
+) -> np.uint64:
+    """Fills in the steps at `positions`; what the change adds to the digest."""
+    total = np.uint64(0)
+    for j in range(len(positions)):
+        i = np.int64(positions[j])
+        before, after = np.int64(base[i]), np.int64(new[i])
+        steps[j] = _ordered(after) - _ordered(before)
+        total += _hash(place + i, after) - _hash(place + i, before)
+    return total
+
+
+@kernel(U64, U16_OUT, U32, I16, I64)
+def apply(values: np.ndarray, positions: np.ndarray, steps: np.ndarray, place: int) -> np.uint64:
+    """Changes `values` in place; what that adds to the digest. Positions must lie inside."""
+    total = np.uint64(0)
+    for j in range(len(positions)):
+        i = np.int64(positions[j])
+        before = np.int64(values[i])
+        after = _ordered((_ordered(before) + np.int64(steps[j])) & 0xFFFF)
+        values[i] = after
+        total += _hash(place + i, after) - _hash(place + i, before)
+    return total
+
+
+@kernel(I64, U32, I16, U32, I16, U32_OUT, I16_OUT)
+def merge(
+    positions_a: np.ndarray,
+    steps_a: np.ndarray,
+    positions_b: np.ndarray,
+    steps_b: np.ndarray,
+    positions: np.ndarray,
+    steps: np.ndarray,
+) -> int:
+    """One change after the other, as one; the number of steps left. Outputs hold len(a) + len(b)."""
+    a = b = made = 0
+    while a < len(positions_a) and b < len(positions_b):
+        at_a, at_b = np.int64(positions_a[a]), np.int64(positions_b[b])
+        here = min(at_a, at_b)
+        step = np.int64(0)
+        if at_a == here:
+            step += np.int64(steps_a[a])
+            a += 1
+        if at_b == here:
+            step += np.int64(steps_b[b])
+            b += 1
+        positions[made] = here
+        steps[made] = step
+        if step & 0xFFFF:
+            made += 1
+    for i in range(a, len(positions_a)):
+        positions[made] = positions_a[i]
+        steps[made] = steps_a[i]
+        made += 1
+    for i in range(b, len(positions_b)):
+        positions[made] = positions_b[i]
+        steps[made] = steps_b[i]
+        made += 1
+    return made
