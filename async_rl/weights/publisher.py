@@ -1,50 +1,56 @@
 """The trainer's side: every rank takes part in writing a version, in the background of the next step.
 
     main thread, every rank
-        publish(step)           wait for the version before; copy the local shards to host memory, 16 bit
+        publish(step)           one still on its way: merge with the next; else copy the local shards, 16 bit
     background thread, every rank
-        for each tensor         its rows, rank by rank and block by block ──► the owner's pack, as a stream
-        everyone                exchange which packs are whole, with their hashes
+        encode and upload       its own rows against its own baseline, nothing is gathered (changes.py)
+        everyone                exchange which packs there are, with their hashes
         rank 0                  look for a newer trainer; manifest by put_if_absent; look again
         everyone                exchange reports: committed, once more, or given up
+        everyone                after the commit, and only then: the copy becomes the baseline
+    another one, now and then   a full state of a committed version, as a further way to it (anchors.py)
 
-No rank ever holds more of the model than its own shards, one block on its way, and the parts its uploads
-have in flight. All ranks follow one schedule, so a rank whose store fails goes on receiving (and throws
-away) until the end of the attempt, where everyone learns of it; the next attempt sends only the packs that
-are not whole yet. A failure is the same error on every rank, and surfaces at the next `publish` or `flush`.
+The first version of a trainer has no baseline: it is full, streamed to rotating owners (full.py), or, where its
+weights are its parent's, a delta without packs.
+
+A failure is the same error on every rank, and surfaces at the next `publish`, `catch_up` or `flush`. What has not
+been committed stays out of the baseline, so the next version carries it. Versions never queue: one that can't be
+published yet is pending, and the weights travel with the next `publish`, or with `catch_up` while the trainer
+waits for a batch.
+
+Memory per rank: two 16-bit copies of its rows (baseline and snapshot); two packs (of deltas in memory; of full
+states only what is on its way); while an anchor is sent, at most a third copy, of the tensors not yet sent.
 """
 
 from __future__ import annotations
 
-import hashlib
 import random
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from types import TracebackType
 
 import msgspec
 import torch
+from msgspec import Struct
 
 from async_rl.errors import AlreadyExists, AsyncRLError, Fenced, StoreUnavailable, WaitTimeout, WeightsError
 from async_rl.log import get_logger
-from async_rl.store.base import ObjectStore, Upload
+from async_rl.store.base import ObjectStore
 from async_rl.weights import lineage
+from async_rl.weights.anchors import Anchors, AnchorWriter
+from async_rl.weights.changes import ChangedPacks, warm_up
 from async_rl.weights.config import WeightsConfig
-from async_rl.weights.lineage import Claim, Manifest, Pack, Verdict, Way
-from async_rl.weights.packs import Transfer, assign_owners, plan_packs, schedule
-from async_rl.weights.ranks import RankLost, Ranks, Report, open_ranks
+from async_rl.weights.drafts import DeltaDraft, Draft, Finished, WholeDraft
+from async_rl.weights.full import FullPacks
+from async_rl.weights.lineage import Claim, Manifest, Verdict
+from async_rl.weights.ranks import RankLost, Ranks, Report, exchange, open_ranks, raise_first
 from async_rl.weights.run import RunInfo
-from async_rl.weights.shards import Snapshot
+from async_rl.weights.shards import Shards, State
 
 __all__ = ["Publisher"]
 
 log = get_logger(__name__)
-
-BLOCK_BYTES = 8 << 20
-"""A tensor's rows travel between ranks in blocks of this size: large enough for gloo to be at line rate
-(from about 1 MiB on), small enough to cost no memory."""
 
 _PAUSE_S = (
     0.5,
@@ -53,11 +59,34 @@ _PAUSE_S = (
 _LAST_ATTEMPT_S = (
     90.0  # an attempt begun just before the limit has the store's own retry limit (60 s) still before it
 )
-_SHA_BYTES = 32
+
+
+class _Baseline(Struct, frozen=True):
+    """What this trainer committed last."""
+
+    version: int
+    digest: int
+    state: State
+
+
+class _Outcome(Struct, frozen=True):
+    """What one rank says at the end of an attempt; all but the report is rank 0's word."""
+
+    report: Report = Report()
+    version: int = -1  # committed
+    anchor: bool = False  # of it is due
+    last_try: bool = False  # the limit is over, or the publisher closes
+
+
+class _Standing(Struct, frozen=True):
+    """What one rank says in the foreground about the version before."""
+
+    busy: bool
+    report: Report = Report()
 
 
 class Publisher:
-    """Collective: all ranks construct it, publish, flush and close at the same points of their loops.
+    """Collective: all ranks construct it, publish, catch up, flush and close at the same points of their loops.
 
     `parameters` maps the run's tensor names to live parameters (see shards.py for the placements); they are
     read at each `publish`. `parent` is the version this trainer's weights came from (the checkpoint's), -1
@@ -78,24 +107,39 @@ class Publisher:
         """Raises on every rank what any of them finds: ModelMismatch, or WeightsError for a placement."""
         self._store, self._run, self._claim, self._config = store, run, claim, config
         self._on_commit = on_commit
-        self._ranks: Ranks = open_ranks(config.publish_limit_s + _LAST_ATTEMPT_S)
-        self._plans = plan_packs(run.tensors, run.dtype, config.pack_bytes)
-        self._owners = assign_owners([plan.nbytes for plan in self._plans], self._ranks.size)
+        limit_s = config.publish_limit_s + _LAST_ATTEMPT_S
+        # A group per thread: what one thread says must not answer another's question.
+        self._front: Ranks = open_ranks(limit_s)
+        self._ranks: Ranks = open_ranks(limit_s)
+        anchor_ranks = open_ranks(limit_s)
         try:
-            self._snapshot = Snapshot(run, parameters, self._ranks.rank, self._ranks.size)
+            self._shards = Shards(run, parameters, self._ranks.rank, self._ranks.size)
             report = Report()
         except AsyncRLError as error:
             report = Report.of(error)
-        reports = self._ranks.reports(report)
+        reports = exchange(self._ranks, report)
         if any(each.kind for each in reports):
-            self._ranks.close()
-            _raise_first(reports)
+            for ranks in (self._front, self._ranks, anchor_ranks):
+                ranks.close()
+            raise_first(reports)
+        self._full = FullPacks(store, run, self._ranks, self._shards, config.pack_bytes)
+        self._anchors = Anchors(store, config, self._full.nbytes)
+        anchor_full = FullPacks(store, run, anchor_ranks, self._shards, config.pack_bytes)
+        self._anchor_writer = AnchorWriter(
+            store, run, anchor_ranks, self._shards, anchor_full, claim.incarnation
+        )
+        self._anchor_wanted = False
+        self._elements = max(1, sum(spec.nbytes for spec in run.tensors) // 2)
         self._parent = parent
         self._next = claim.first_version
+        self._newest = -1
+        self._baseline: _Baseline | None = None
+        self._pending: int | None = None  # step whose weights no version has taken yet
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._over = False  # the error is final: this publisher will never publish again
         self._closing = threading.Event()
+        warm_up()
 
     @property
     def committed(self) -> int:
@@ -103,52 +147,69 @@ class Publisher:
         none."""
         return self._parent
 
+    @property
+    def newest(self) -> int:
+        """The number that was given out last, by `publish`, `catch_up` or `flush`; -1: none yet."""
+        return self._newest
+
     def publish(self, step: int) -> int:
         """Snapshot the weights after `step` optimizer steps and write them as a version in the background.
 
         Returns the number the version will have. (If a zombie has taken that number meanwhile, it gets the
-        next: `on_commit` has the last word.) Raises the error of the publish before, or WaitTimeout if that
-        hangs.
+        next: `on_commit` has the last word.) Returns -1 where the version before is still on its way after
+        merge_after_s: these weights then wait for the next `publish`, `catch_up` or `flush`. Raises the error of
+        the publish before.
         """
-        self.flush()
-        self._snapshot.take()
-        # A number is never used for two snapshots: the put of one that failed may have succeeded unheard.
-        version, self._next = self._next, self._next + 1
-        self._thread = threading.Thread(
-            target=self._background, args=(version, step), name=f"publish-{version}", daemon=True
-        )
-        self._thread.start()
-        return version
+        if not self._settled(self._config.merge_after_s):
+            self._pending = step
+            return -1
+        return self._begin(step)
 
-    def flush(self, timeout_s: float | None = None) -> None:
-        """Until the last published version is committed. Raises what stopped it (Fenced, StoreUnavailable, …),
-        and WaitTimeout. Without a limit of its own it outlasts publish_limit_s, so that the cause is raised."""
+    def catch_up(self, step: int) -> bool:
+        """Publish now what is pending, if nothing is on its way; whether something still is pending. Never waits.
+
+        For the trainer's wait for a batch: where admission waits for newer weights and the trainer for a batch,
+        nobody else would ever publish them. `step`: optimizer steps in the weights as they are now. Raises the
+        error of the publish before.
+        """
+        settled = self._settled(0.0)
+        if self._pending is None:
+            return False
+        if settled:
+            self._begin(step)
+        return not settled
+
+    def flush(self, timeout_s: float | None = None, *, step: int | None = None) -> None:
+        """Until the last published version, and what is pending, is committed. Raises what stopped it (Fenced,
+        StoreUnavailable, …), and WaitTimeout. Without a limit of its own it outlasts publish_limit_s, so that the
+        cause is raised. `step`: optimizer steps in the weights as they are now, where some followed the last
+        `publish`."""
         if timeout_s is None:
             timeout_s = self._config.publish_limit_s + _LAST_ATTEMPT_S
-        if self._thread is not None:
-            self._thread.join(timeout_s)
-            if self._thread.is_alive():
+        while True:
+            if not self._settled(timeout_s):
+                name = self._thread.name if self._thread is not None else "publish"
                 raise WaitTimeout(
-                    f"{self._thread.name}: the version was not committed within {timeout_s:g} s",
+                    f"{name}: the version was not committed within {timeout_s:g} s",
                     hint="the store is slow or away: see the log; weights.publish_limit_s is the limit",
                 )
-            self._thread = None
-        if self._error is not None:
-            error = self._error
-            self._error = error if self._over else None
-            raise error
+            if self._pending is None:
+                return
+            self._begin(self._pending if step is None else step)
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """Stop. A version on its way gets to the end of its present attempt, not another one. Raises
-        nothing about it: call `flush` before, if it matters."""
+        """Stop. A version on its way gets to the end of its present attempt, not another one; an anchor is given
+        up. Raises nothing about it: call `flush` before, if it matters."""
+        deadline = time.monotonic() + timeout_s
         self._closing.set()
         if self._thread is not None:
             self._thread.join(timeout_s)
             if self._thread.is_alive():
                 log.warning("a version was still being published at the end", thread=self._thread.name)
-                return  # its group must not be taken away under it
-            self._thread = None
-        self._ranks.close()
+        self._anchor_writer.close(max(0.0, deadline - time.monotonic()))
+        if self._thread is None or not self._thread.is_alive():
+            self._ranks.close()  # not before: its group must not be taken away under it
+        self._front.close()
 
     def __enter__(self) -> Publisher:
         return self
@@ -158,11 +219,43 @@ class Publisher:
     ) -> None:
         self.close()
 
+    # ------------------------------------------------------------ foreground
+
+    def _settled(self, limit_s: float) -> bool:
+        """Collective. Waits up to `limit_s` for the version on its way; whether none is any more, on any rank.
+        Raises on every rank what stopped it on any."""
+        if self._thread is not None:
+            self._thread.join(limit_s)
+        busy = self._thread is not None and self._thread.is_alive()
+        error = None if busy else self._error
+        standing = _Standing(busy, Report() if error is None else _report_of(error))
+        ranks = [standing] if self._closing.is_set() else exchange(self._front, standing)
+        if any(each.busy for each in ranks):
+            return False
+        self._thread = None
+        if error is not None:
+            self._error = error if self._over else None
+            raise error
+        raise_first(each.report for each in ranks)
+        return True
+
+    def _begin(self, step: int) -> int:
+        state = self._shards.take()
+        # A number is never used for two snapshots: the put of one that failed may have succeeded unheard.
+        version, self._next = self._next, self._next + 1
+        self._newest, self._pending = version, None
+        self._thread = threading.Thread(
+            target=self._background, args=(version, step, state), name=f"publish-{version}", daemon=True
+        )
+        self._thread.start()
+        return version
+
     # ------------------------------------------------------------ background thread
 
-    def _background(self, version: int, step: int) -> None:
+    def _background(self, version: int, step: int, state: State) -> None:
         try:
-            self._write_version(version, step)
+            self._write_version(version, step, state)
+            return
         except (Fenced, RankLost) as error:
             self._error, self._over = error, True
         except AsyncRLError as error:
@@ -170,32 +263,87 @@ class Publisher:
         except BaseException as error:  # noqa: BLE001  a bug must surface in publish() or flush(), not end in a thread
             self._error, self._over = error, True
 
-    def _write_version(self, version: int, step: int) -> None:
+    def _write_version(self, version: int, step: int, state: State) -> None:
         started = time.monotonic()
+        try:
+            draft = self._draft(version, state)
+            outcome, manifest = self._until_committed(version, step, draft, started)
+        except BaseException:
+            state.release()  # the baseline stays what was committed: the next version carries this change too
+            raise
+        assert draft.finished is not None
+        before, self._baseline = (
+            self._baseline,
+            _Baseline(outcome.version, draft.finished.digest, state),
+        )
+        if before is not None:
+            before.state.release()
+        self._parent = outcome.version
+        self._next = max(self._next, outcome.version + 1)
+        self._newest = max(self._newest, outcome.version)
+        if outcome.anchor:
+            self._anchor_writer.start(outcome.version, draft.finished.digest, state.share())
+        if manifest is not None:
+            self._log(manifest, draft, time.monotonic() - started)
+            if self._on_commit is not None:
+                self._on_commit(manifest)
+            self._look_at_anchors(manifest, outcome.anchor)
+
+    def _draft(self, version: int, state: State) -> Draft:
+        prefix = f"packs/{version:010}-{self._claim.incarnation:08}-"
+        if self._baseline is None:
+            return WholeDraft(
+                self._ranks,
+                self._store,
+                self._run,
+                self._shards,
+                self._full,
+                state,
+                self._parent,
+                lambda owner, pack: f"{prefix}{owner}-{pack}",
+            )
+        packs = ChangedPacks(
+            self._store,
+            self._run,
+            list(self._shards.parts()),
+            self._baseline.state,
+            state,
+            lambda pack: f"{prefix}{self._ranks.rank}-{pack}",
+            pack_bytes=self._config.delta_pack_bytes,
+            small=self._config.codec == "small",
+        )
+        return DeltaDraft(self._ranks, packs, self._baseline.version, self._baseline.digest)
+
+    def _until_committed(
+        self, version: int, step: int, draft: Draft, started: float
+    ) -> tuple[_Outcome, Manifest | None]:
+        """Rank 0's outcome on every rank, the manifest on rank 0."""
         deadline = started + self._config.publish_limit_s
-        whole = torch.zeros(len(self._plans), 1 + _SHA_BYTES, dtype=torch.uint8)  # [packs]: flag, SHA-256
         pause_s = _PAUSE_S[0]
         while True:
-            failure = self._send_packs(version, whole)
+            failure = draft.attempt()
             manifest = None
-            if failure is None and self._ranks.rank == 0 and bool(whole[:, 0].all()):
+            if failure is None and draft.finished is not None and self._ranks.rank == 0:
                 try:
-                    manifest = self._commit(version, step, whole)
+                    manifest = self._commit(version, step, draft.finished)
                 except AsyncRLError as error:
                     failure = error
-            report = Report.of(failure) if failure is not None else Report()
-            report = msgspec.structs.replace(
-                report,
-                version=manifest.version if manifest else -1,
-                last_try=time.monotonic() > deadline or self._closing.is_set(),
+            outcomes = exchange(
+                self._ranks,
+                _Outcome(
+                    Report() if failure is None else Report.of(failure),
+                    manifest.version if manifest else -1,
+                    self._anchor_wanted and not self._anchor_writer.busy,
+                    time.monotonic() > deadline or self._closing.is_set(),
+                ),
             )
-            reports = self._ranks.reports(report)
-            if reports[0].version >= 0:
-                break
+            if outcomes[0].version >= 0:
+                return outcomes[0], manifest
+            reports = [each.report for each in outcomes]
             if not {each.kind for each in reports} <= {"", StoreUnavailable.__name__}:
-                _raise_first(reports)
+                raise_first(reports)
             reason = next((each.message for each in reports if each.kind), "")
-            if reports[0].last_try:
+            if outcomes[0].last_try:
                 raise StoreUnavailable(
                     f"version {version} was given up after {time.monotonic() - started:.0f} s: {reason}",
                     hint="see that the store can be reached; weights.publish_limit_s is the limit",
@@ -204,76 +352,39 @@ class Publisher:
                 log.warning("version not published yet, trying again", version=version, reason=reason)
             self._closing.wait(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, _PAUSE_S[1])
-        self._parent = reports[0].version
-        self._next = max(self._next, reports[0].version + 1)
-        if manifest is not None:
-            took = time.monotonic() - started
-            log.info(
-                "version committed",
-                version=manifest.version,
-                step=step,
-                bytes=manifest.way.total_bytes,
-                packs=len(manifest.way.packs),
-                seconds=took,
-            )
-            if self._on_commit is not None:
-                self._on_commit(manifest)
 
-    def _send_packs(self, version: int, whole: torch.Tensor) -> AsyncRLError | None:
-        """One attempt at the packs that are not whole, in step with the other ranks. Fills `whole` with
-        what all ranks have reached; returns this rank's own failure."""
-        mine = torch.zeros_like(whole)
-        failure: AsyncRLError | None = None
-        writer: _PackWriter | None = None
-        block = torch.empty(0, dtype=torch.uint8)
-        for transfer in schedule(self._plans, self._owners, self._ranks.size):
-            if whole[transfer.pack, 0]:
-                continue
-            owned = transfer.owner == self._ranks.rank
-            if owned and transfer.first:
-                writer = _PackWriter(self._store, self._pack_key(version, transfer.pack))
-                writer.write(self._plans[transfer.pack].header)
-            if owned and block.numel() == 0 and self._ranks.size > 1:
-                block = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
-            self._move(transfer, writer if owned else None, block)
-            if owned and transfer.last and writer is not None:
-                digest = writer.finish()
-                if digest is None:
-                    failure = failure or writer.failure
-                else:
-                    mine[transfer.pack, 0] = 1
-                    mine[transfer.pack, 1:] = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
-                writer = None
-        self._ranks.total(mine)  # each pack's row is its owner's, everyone else adds zeros
-        whole += mine
-        return failure
+    def _look_at_anchors(self, manifest: Manifest, begun: bool) -> None:
+        """Rank 0, once the version is announced: whether the next one shall have an anchor."""
+        self._anchors.committed(manifest)
+        if begun:
+            self._anchors.started(manifest.version)
+            self._anchor_wanted = False
+        landed = self._anchor_writer.landed()
+        if landed >= 0:
+            self._anchors.landed(landed)
+        if not self._anchor_writer.busy:
+            reason = self._anchors.due(manifest)
+            self._anchor_wanted = bool(reason)
+            if reason:
+                log.info("the next version gets an anchor", version=manifest.version, reason=reason)
 
-    def _move(self, transfer: Transfer, writer: _PackWriter | None, block: torch.Tensor) -> None:
-        """One tensor to its owner, who passes it to `writer`."""
-        for source, size in self._snapshot.sources(transfer.tensor, transfer.owner):
-            for start in range(0, size, BLOCK_BYTES):
-                stop = min(start + BLOCK_BYTES, size)
-                if source == self._ranks.rank:
-                    data = self._snapshot.local(transfer.tensor)[start:stop]
-                    if writer is None:
-                        self._ranks.send(data, transfer.owner)
-                        continue
-                elif writer is not None:
-                    data = block[: stop - start]
-                    self._ranks.receive(data, source)
-                else:
-                    continue
-                writer.write(data.numpy().data)
-
-    def _pack_key(self, version: int, pack: int) -> str:
-        return f"packs/{version:010}-{self._claim.incarnation:08}-{self._owners[pack]}-{pack}"
-
-    def _commit(self, version: int, step: int, whole: torch.Tensor) -> Manifest:
-        """The manifest as it stands in the store. Raises Fenced, StoreErrors."""
-        packs = tuple(
-            Pack(self._pack_key(version, index), plan.nbytes, whole[index, 1:].numpy().tobytes().hex())
-            for index, plan in enumerate(self._plans)
+    def _log(self, manifest: Manifest, draft: Draft, seconds: float) -> None:
+        way = manifest.way
+        log.info(
+            "version committed",
+            version=manifest.version,
+            step=manifest.step,
+            kind=way.kind,
+            bytes=way.total_bytes,
+            packs=len(way.packs),
+            changed_percent=100.0 * (way.changed if way.base >= 0 else self._elements) / self._elements,
+            encode_s=draft.encode_s,
+            upload_s=draft.upload_s,
+            seconds=seconds,
         )
+
+    def _commit(self, version: int, step: int, finished: Finished) -> Manifest:
+        """The manifest as it stands in the store. Raises Fenced, StoreErrors."""
         wanted = Manifest(
             version=version,
             step=step,
@@ -281,15 +392,8 @@ class Publisher:
             nonce=self._claim.nonce,
             parent=self._parent,
             dtype=self._run.dtype,
-            way=Way(
-                base=-1,
-                packs=packs,
-                total_bytes=sum(pack.size for pack in packs),
-                weight_map={
-                    spec.name: index for index, plan in enumerate(self._plans) for spec in plan.tensors
-                },
-            ),
-            digest=lineage.state_digest(packs),
+            way=finished.way,
+            digest=f"{finished.digest:016x}",
             created=time.time(),
         )
         lineage.check_not_fenced(self._store, self._claim)
@@ -317,50 +421,7 @@ class Publisher:
             wanted = msgspec.structs.replace(wanted, version=wanted.version + 1, parent=parent)
 
 
-class _PackWriter:
-    """A pack on its way to the store. After a failure it swallows what follows: the ranks must stay in
-    step."""
-
-    def __init__(self, store: ObjectStore, key: str) -> None:
-        self.failure: AsyncRLError | None = None
-        self._key = key
-        self._sha256 = hashlib.sha256()
-        self._context = ExitStack()
-        self._guard(lambda: self._open(store))
-
-    def write(self, data: bytes | memoryview) -> None:
-        if self.failure is None:
-            self._sha256.update(data)
-            self._guard(lambda: self._upload.write(data))
-
-    def finish(self) -> bytes | None:
-        """Make the pack visible; its SHA-256, or None after a failure."""
-        if self.failure is None:
-            self._guard(self._upload.commit)
-        if self.failure is None:
-            self._guard(self._context.close)
-        return self._sha256.digest() if self.failure is None else None
-
-    def _open(self, store: ObjectStore) -> None:
-        self._upload: Upload = self._context.enter_context(store.upload(self._key))
-
-    def _guard(self, operation: Callable[[], None]) -> None:
-        try:
-            operation()
-            return
-        except AsyncRLError as error:
-            self.failure = error
-        except Exception as error:  # noqa: BLE001  the store's edge: an unknown error must not make the others wait
-            self.failure = WeightsError(f"writing {self._key} failed: {type(error).__name__}: {error}")
-        try:
-            self._context.close()  # without a commit: the upload is aborted
-        except AsyncRLError as second:
-            log.warning("an upload could not be aborted", key=self._key, reason=second.message)
-
-
-def _raise_first(reports: list[Report]) -> None:
-    """The most telling error: Fenced before all else, a passing one last."""
-    failed = [report for report in reports if report.kind]
-    order = {Fenced.__name__: 0, StoreUnavailable.__name__: 2}
-    if failed:
-        raise min(failed, key=lambda report: order.get(report.kind, 1)).error()
+def _report_of(error: BaseException) -> Report:
+    if isinstance(error, AsyncRLError):
+        return Report.of(error)
+    return Report.of(WeightsError(f"publishing failed on another rank: {type(error).__name__}: {error}"))

@@ -1,13 +1,13 @@
-"""The ranks of one trainer, as the publisher uses them: bytes from one to another, reports to everyone.
+"""The ranks of one trainer, as the publisher uses them: bytes from one to another, short messages to everyone.
 
-A gloo group of its own, so that a background thread can use it while training talks over NCCL or another
-group. No object collectives: those pickle. `Solo` is the same for a single process that never initialised
-torch.distributed.
+Each opening is a gloo group of its own, so that a background thread can use it while training talks over NCCL
+or another group. No object collectives: those pickle. `Solo` is the same for a single process that never
+initialised torch.distributed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Protocol, TypeVar
 
@@ -19,11 +19,21 @@ from msgspec import Struct
 from async_rl import errors
 from async_rl.errors import AsyncRLError, WeightsError
 
-__all__ = ["GlooRanks", "RankLost", "Ranks", "Report", "Solo", "from_rank0", "open_ranks"]
-
-_REPORT_BYTES = 4096
+__all__ = [
+    "GlooRanks",
+    "RankLost",
+    "Ranks",
+    "Report",
+    "Solo",
+    "exchange",
+    "from_rank0",
+    "open_ranks",
+    "raise_first",
+]
 
 Shared = TypeVar("Shared", bound=Struct)
+
+_OTHERS = "waiting for the other ranks"
 
 
 class RankLost(WeightsError):
@@ -31,14 +41,11 @@ class RankLost(WeightsError):
 
 
 class Report(Struct, frozen=True):
-    """What one rank has to say at the end of an attempt. An error travels as class name, message and
-    hint."""
+    """What one rank has to say. An error travels as class name, message and hint."""
 
     kind: str = ""  # of the error; empty: all went well
     message: str = ""
     hint: str = ""
-    last_try: bool = False  # the limit is over, or the publisher closes (rank 0's word counts)
-    version: int = -1  # committed (rank 0)
 
     @classmethod
     def of(cls, error: AsyncRLError) -> Report:
@@ -62,12 +69,8 @@ class Ranks(Protocol):
         """Fills `data`, uint8 [n]."""
         ...
 
-    def total(self, data: torch.Tensor) -> None:
-        """Sum over the ranks, in place."""
-        ...
-
-    def reports(self, mine: Report) -> list[Report]:
-        """Everyone's, by rank."""
+    def gather(self, mine: bytes) -> list[bytes]:
+        """Everyone's, by rank, on every rank. For short ones: each is padded to the longest."""
         ...
 
     def close(self) -> None: ...
@@ -83,10 +86,7 @@ class Solo:
     def receive(self, data: torch.Tensor, source: int) -> None:
         raise AssertionError("a single rank has nobody to receive from")
 
-    def total(self, data: torch.Tensor) -> None:
-        pass
-
-    def reports(self, mine: Report) -> list[Report]:
+    def gather(self, mine: bytes) -> list[bytes]:
         return [mine]
 
     def close(self) -> None:
@@ -107,14 +107,15 @@ class GlooRanks:
     def receive(self, data: torch.Tensor, source: int) -> None:
         self._guard(lambda: dist.recv(data, source, group=self._group), f"receiving from rank {source}")
 
-    def total(self, data: torch.Tensor) -> None:
-        self._guard(lambda: dist.all_reduce(data, group=self._group), "waiting for the other ranks")
-
-    def reports(self, mine: Report) -> list[Report]:
-        row = _row(msgspec.json.encode(mine))
+    def gather(self, mine: bytes) -> list[bytes]:
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        length = torch.tensor([len(mine)])
+        self._guard(lambda: dist.all_gather(lengths, length, group=self._group), _OTHERS)
+        longest = max(1, *(int(each) for each in lengths))
+        row = torch.frombuffer(bytearray(mine.ljust(longest, b"\0")), dtype=torch.uint8)
         rows = [torch.empty_like(row) for _ in range(self.size)]
-        self._guard(lambda: dist.all_gather(rows, row, group=self._group), "waiting for the other ranks")
-        return [msgspec.json.decode(_unrow(each), type=Report) for each in rows]
+        self._guard(lambda: dist.all_gather(rows, row, group=self._group), _OTHERS)
+        return [each.numpy().tobytes()[: int(size)] for each, size in zip(rows, lengths, strict=True)]
 
     def close(self) -> None:
         if dist.is_initialized():
@@ -134,6 +135,19 @@ def open_ranks(timeout_s: float) -> Ranks:
     """Collective: every rank of the default group must call it."""
     many = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     return GlooRanks(timeout_s) if many else Solo()
+
+
+def exchange(ranks: Ranks, mine: Shared) -> list[Shared]:
+    """Collective: everyone's, by rank, on every rank."""
+    return [msgspec.json.decode(each, type=type(mine)) for each in ranks.gather(msgspec.json.encode(mine))]
+
+
+def raise_first(reports: Iterable[Report]) -> None:
+    """The most telling error: Fenced before all else, a passing one last. Nothing where there is none."""
+    failed = [report for report in reports if report.kind]
+    order = {errors.Fenced.__name__: 0, errors.StoreUnavailable.__name__: 2}
+    if failed:
+        raise min(failed, key=lambda report: order.get(report.kind, 1)).error()
 
 
 def from_rank0(make: Callable[[], Shared], kind: type[Shared], timeout_s: float = 600.0) -> Shared:
@@ -167,17 +181,3 @@ def from_rank0(make: Callable[[], Shared], kind: type[Shared], timeout_s: float 
     if received[:1] == b"-":
         raise msgspec.json.decode(received[1:], type=Report).error()
     return msgspec.json.decode(received[1:], type=kind)
-
-
-def _row(data: bytes) -> torch.Tensor:
-    """`data` as a fixed number of bytes, NUL behind (JSON holds none)."""
-    if (
-        len(data) > _REPORT_BYTES
-    ):  # many multi-byte characters, each escaped: keep the kind, say where to look
-        report = msgspec.json.decode(data, type=Report)
-        data = msgspec.json.encode(msgspec.structs.replace(report, message=report.message[:200], hint=""))
-    return torch.frombuffer(bytearray(data.ljust(_REPORT_BYTES, b"\0")), dtype=torch.uint8)
-
-
-def _unrow(row: torch.Tensor) -> bytes:
-    return row.numpy().tobytes().rstrip(b"\0")

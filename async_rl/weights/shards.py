@@ -3,12 +3,20 @@
 Supported: FSDP2's DTensors sharded by rows (`Shard(0)` over all ranks, with torch.chunk's rule: rank r
 holds rows [r*c, min((r+1)*c, rows)), c = ceil(rows / ranks); the last shards may be short or empty), and
 plain tensors, which are taken to be equal on every rank. Everything else is refused before training starts.
+
+Memory: a State is one 16-bit copy of this rank's rows. The buffers come from a pool, tensor by tensor, and go
+back when the last holder lets go; two per tensor are kept. Who compares two states while a third is still being
+sent therefore needs three for a while, of those tensors only that were not sent yet.
 """
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
@@ -16,9 +24,12 @@ from async_rl.errors import ModelMismatch, WeightsError
 from async_rl.weights.packs import TensorSpec
 from async_rl.weights.run import RunInfo
 
-__all__ = ["Snapshot", "rows_of"]
+__all__ = ["Part", "Shards", "State", "rows_of"]
 
 TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+_KEPT = 2
+"""Buffers per tensor that stay allocated: the baseline's and the next snapshot's."""
 
 
 def rows_of(rank: int, rows: int, ranks: int) -> int:
@@ -27,32 +38,59 @@ def rows_of(rank: int, rows: int, ranks: int) -> int:
     return max(0, min(chunk, rows - rank * chunk))
 
 
-class Snapshot:
-    """Buffers for one copy of this rank's shards, allocated once: `take` fills them, `sources` and `local`
-    read them."""
+class Part(NamedTuple):
+    """The elements of one tensor that this rank writes into deltas."""
+
+    tensor: int  # index into the run's tensors
+    start: int  # element, in the tensor's flat layout
+    elements: int
+    place: int  # of the tensor's first element in the whole state
+
+
+class Shards:
+    """This rank's part of every tensor, and the pool of buffers for copies of it."""
 
     def __init__(self, run: RunInfo, parameters: Mapping[str, torch.Tensor], rank: int, ranks: int) -> None:
         """Raises ModelMismatch if `parameters` are not the run's tensors, WeightsError for an unsupported
         placement."""
         self.rank, self.ranks = rank, ranks
+        self._run = run
         self._parameters = _select(run, parameters)
         for spec in run.tensors:
             _check_placement(spec, self._parameters[spec.name], rank, ranks)
         self._on_gpu = any(tensor.device.type == "cuda" for tensor in self._parameters.values())
-        dtype = TORCH_DTYPES[run.dtype]
-        self._buffers = {
-            name: torch.empty(_local(tensor).shape, dtype=dtype, pin_memory=tensor.device.type == "cuda")
-            for name, tensor in self._parameters.items()
-        }
+        self._pool = _Pool()
 
     @torch.no_grad()
-    def take(self) -> None:
-        """Round the parameters as they are now to 16 bit, as `.to(dtype)` does."""
+    def take(self) -> State:
+        """The parameters as they are now, rounded to 16 bit as `.to(dtype)` does."""
+        dtype = TORCH_DTYPES[self._run.dtype]
+        buffers = {}
         for name, tensor in self._parameters.items():
-            buffer = self._buffers[name]
-            buffer.copy_(_local(tensor).to(buffer.dtype), non_blocking=True)
+            local = _local(tensor)
+            buffer = buffers[name] = self._pool.take(name)
+            if buffer.data is None:
+                buffer.data = torch.empty(local.shape, dtype=dtype, pin_memory=tensor.device.type == "cuda")
+            buffer.data.copy_(local.to(dtype), non_blocking=True)
         if self._on_gpu:
             torch.cuda.synchronize()  # before the optimizer may change what is still being copied
+        return State(self._pool, buffers)
+
+    def parts(self) -> Iterator[Part]:
+        """In the order of the table, empty ones left out. Over all ranks they are every element once: what is
+        not sharded is rank 0's."""
+        place = 0
+        for index, spec in enumerate(self._run.tensors):
+            size = math.prod(spec.shape)
+            start, count = 0, size if self.rank == 0 else 0
+            if isinstance(self._parameters[spec.name], DTensor):
+                rows = spec.shape[0]
+                row = size // rows if rows else 0
+                start = min(self.rank * -(-rows // self.ranks), rows) * row
+                count = rows_of(self.rank, rows, self.ranks) * row
+            if count:
+                yield Part(index, start, count, place)
+            place += size
 
     def sources(self, spec: TensorSpec, owner: int) -> Iterator[tuple[int, int]]:
         """(rank, bytes) of the pieces of a tensor in their order; empty pieces are left out."""
@@ -66,9 +104,85 @@ class Snapshot:
             if size:
                 yield rank, size
 
-    def local(self, spec: TensorSpec) -> torch.Tensor:
-        """This rank's piece: uint8 [bytes], a view."""
-        return self._buffers[spec.name].reshape(-1).view(torch.uint8)
+    @property
+    def buffers(self) -> int:
+        """Bytes that the pool and all states hold."""
+        return self._pool.nbytes
+
+
+class State:
+    """One copy of this rank's rows. Its holder calls `release` when it needs them no more."""
+
+    def __init__(self, pool: _Pool, buffers: dict[str, _Buffer]) -> None:
+        self._pool, self._buffers = pool, buffers
+
+    def local(self, name: str) -> torch.Tensor:
+        """This rank's piece of a tensor: uint8 [bytes], a view."""
+        data = self._buffers[name].data
+        assert data is not None
+        return data.reshape(-1).view(torch.uint8)
+
+    def bits(self, name: str) -> np.ndarray:
+        """The same: uint16 [elements], a view."""
+        data = self._buffers[name].data
+        assert data is not None
+        bits: np.ndarray = data.reshape(-1).view(torch.int16).numpy().view(np.uint16)
+        return bits
+
+    def share(self) -> State:
+        """The same rows for a second holder."""
+        for buffer in self._buffers.values():
+            self._pool.hold(buffer)
+        return State(self._pool, dict(self._buffers))
+
+    def release(self, name: str | None = None) -> None:
+        """Of one tensor, or of all that are still held. From any thread."""
+        for each in [name] if name is not None else list(self._buffers):
+            self._pool.give_back(each, self._buffers.pop(each))
+
+
+class _Buffer:
+    def __init__(self) -> None:
+        self.data: torch.Tensor | None = None
+        self.holders = 1
+
+
+class _Pool:
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free: dict[str, list[_Buffer]] = {}
+        self._all: dict[str, list[_Buffer]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        with self._lock:
+            every = [buffer.data for buffers in self._all.values() for buffer in buffers]
+        return sum(data.nbytes for data in every if data is not None)
+
+    def take(self, name: str) -> _Buffer:
+        with self._lock:
+            free = self._free.setdefault(name, [])
+            if free:
+                buffer = free.pop()
+                buffer.holders = 1
+                return buffer
+            buffer = _Buffer()
+            self._all.setdefault(name, []).append(buffer)
+            return buffer
+
+    def hold(self, buffer: _Buffer) -> None:
+        with self._lock:
+            buffer.holders += 1
+
+    def give_back(self, name: str, buffer: _Buffer) -> None:
+        with self._lock:
+            buffer.holders -= 1
+            if buffer.holders:
+                return
+            if len(self._all[name]) > _KEPT:
+                self._all[name].remove(buffer)
+            else:
+                self._free[name].append(buffer)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

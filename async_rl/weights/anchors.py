@@ -1,0 +1,205 @@
+"""Anchors: full states of committed versions, written in the background while deltas go on.
+
+A worker that joins reads the newest anchor and the deltas since; anchors bound the second part. An anchor is a
+further way to its version (ways.py): until it is there, nobody misses it, so a failed one is only logged, and
+tried again when the rule below next says so. The rows are the baseline's own buffers; they go back to the pool
+tensor by tensor as they are sent (shards.py).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from async_rl.errors import AsyncRLError, StoreError, WeightsError
+from async_rl.log import get_logger
+from async_rl.store.base import ObjectStore
+from async_rl.weights.config import WeightsConfig
+from async_rl.weights.drafts import state_digest
+from async_rl.weights.full import FullPacks
+from async_rl.weights.lineage import Manifest
+from async_rl.weights.plan import find_path
+from async_rl.weights.ranks import Ranks
+from async_rl.weights.run import RunInfo
+from async_rl.weights.shards import Shards, State
+from async_rl.weights.ways import FurtherWay, write_way
+
+__all__ = ["AnchorWriter", "Anchors", "due"]
+
+log = get_logger(__name__)
+
+_LOOK_EVERY = 8
+"""Versions between two looks at what the path costs: one listing and a few small objects each."""
+
+
+def due(
+    since: int, spent: int, path_bytes: Callable[[], int], full_bytes: int, config: WeightsConfig
+) -> str:
+    """Why a new anchor is due; empty: it is not.
+
+    since:      versions since the newest full state
+    spent:      bytes of the deltas since then
+    path_bytes: of the cheapest path from nothing to now; asked only where it matters
+    """
+    if since >= config.anchor_every:
+        return f"{since} versions since the last one"
+    if spent < full_bytes:
+        return ""  # so anchors never cost more than the deltas do
+    excess = path_bytes() - full_bytes
+    if excess > config.anchor_cost * full_bytes:
+        return f"the path from the last one costs {excess} bytes"
+    return ""
+
+
+class Anchors:
+    """Rank 0's memory of what was written since the newest full state."""
+
+    def __init__(self, store: ObjectStore, config: WeightsConfig, full_bytes: int) -> None:
+        self._store, self._config, self._full_bytes = store, config, full_bytes
+        self._newest = -1
+        self._spent = 0
+        self._looked = -1
+        self._spent_at: dict[int, int] = {}  # version of an anchor on its way -> spent before it
+
+    def committed(self, manifest: Manifest) -> None:
+        if manifest.way.base < 0:
+            self._written(manifest.version, 0)
+        elif self._newest < 0:
+            self._begin(manifest)
+        else:
+            self._spent += manifest.way.total_bytes
+
+    def started(self, version: int) -> None:
+        """An anchor of this version is on its way."""
+        self._spent_at[version] = self._spent
+
+    def landed(self, version: int) -> None:
+        """It is in the store."""
+        self._written(version, self._spent - self._spent_at.pop(version))
+
+    def _written(self, version: int, spent_since: int) -> None:
+        self._newest, self._spent = version, spent_since
+        self._looked = max(self._looked, version)
+        self._spent_at.clear()
+
+    def due(self, manifest: Manifest) -> str:
+        """After its commit: why an anchor of this version is due; empty: it is not."""
+        if self._newest < 0 or manifest.version < self._looked + _LOOK_EVERY:
+            return ""
+        self._looked = manifest.version
+        try:
+            return due(
+                manifest.version - self._newest,
+                self._spent,
+                lambda: find_path(self._store, manifest, None).nbytes,
+                self._full_bytes,
+                self._config,
+            )
+        except (StoreError, WeightsError) as error:
+            log.warning("what the path costs can't be told", version=manifest.version, reason=error.message)
+            return ""
+
+    def _begin(self, manifest: Manifest) -> None:
+        """A trainer that goes on from its parent: the path to it tells."""
+        try:
+            path = find_path(self._store, manifest, None)
+        except (StoreError, WeightsError) as error:
+            log.warning("the newest anchor can't be found", version=manifest.version, reason=error.message)
+            return
+        full = path.hops[0]
+        self._written(full.version, path.nbytes - full.way.total_bytes)
+
+
+class AnchorWriter:
+    """On every rank: writes one anchor at a time, in a thread, with a group of its own."""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        run: RunInfo,
+        ranks: Ranks,
+        shards: Shards,
+        full: FullPacks,
+        incarnation: int,
+    ) -> None:
+        self._store, self._run, self._ranks, self._shards, self._full = store, run, ranks, shards, full
+        self._incarnation = incarnation
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._landed = -1
+
+    @property
+    def busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def landed(self) -> int:
+        """The version whose anchor was written since the last call (rank 0); -1: none."""
+        version, self._landed = self._landed, -1
+        return version
+
+    def start(self, version: int, digest: int, state: State) -> None:
+        """All ranks, in the same order. `state` has this digest and is the anchor's from now on: it releases
+        it. Returns at once."""
+        self._thread = threading.Thread(
+            target=self._run_one,
+            args=(version, digest, state, self._thread),
+            name=f"anchor-{version}",
+            daemon=True,
+        )
+        self._thread.start()
+
+    def close(self, timeout_s: float) -> None:
+        """An anchor on its way is given up as soon as all ranks have agreed, or after the time left to itself."""
+        self._closing.set()
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                log.warning("an anchor was still being written at the end", thread=self._thread.name)
+                return  # its group must not be taken away under it
+        self._ranks.close()
+
+    def _run_one(self, version: int, digest: int, state: State, before: threading.Thread | None) -> None:
+        if before is not None:
+            before.join()  # rank 0's had ended; here it may be about to
+        started = time.monotonic()
+        try:
+            way_bytes = self._write(version, digest, state)
+        except AsyncRLError as error:
+            log.warning("anchor not written, tried again later", version=version, reason=error.message)
+        except BaseException as error:  # noqa: BLE001  a bug here must not take training along
+            log.error("anchor not written", version=version, reason=f"{type(error).__name__}: {error}")
+        else:
+            if way_bytes and self._ranks.rank == 0:
+                self._landed = version
+                took = time.monotonic() - started
+                log.info("anchor written", version=version, bytes=way_bytes, seconds=took)
+        finally:
+            state.release()
+
+    def _write(self, version: int, digest: int, state: State) -> int:
+        """Bytes of the anchor; 0 where it was given up."""
+        found = state_digest(self._ranks, self._run, self._shards, state)
+        if found != digest:
+            raise WeightsError(
+                f"the trainer's copy of version {version} has digest {found:016x}, its manifest says {digest:016x}",
+                hint="the memory of a trainer's host is damaged: look there, and start the trainer anew elsewhere",
+            )
+        whole: dict[int, str] = {}
+        failure = self._full.send(
+            state, whole, self._key(version), sent=state.release, giving_up=self._closing.is_set
+        )
+        if failure is not None:
+            raise failure
+        way = self._full.way(whole, self._key(version))
+        if way is None:
+            if not self._closing.is_set():
+                log.debug("another rank could not write its part of an anchor", version=version)
+            return 0
+        if self._ranks.rank == 0:
+            write_way(self._store, FurtherWay(version, self._incarnation, way, time.time()))
+        return way.total_bytes
+
+    def _key(self, version: int) -> Callable[[int, int], str]:
+        prefix = f"packs/{version:010}-{self._incarnation:08}-anchor"
+        return lambda owner, pack: f"{prefix}{owner}-{pack}"

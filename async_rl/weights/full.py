@@ -1,0 +1,235 @@
+"""A full state on its way to the store: plain Hugging Face safetensors packs, streamed to the ranks that own them.
+
+    every rank      for each tensor     its rows, rank by rank and block by block ──► the owner's pack
+    each owner      a thread per pack   SHA-256 beside the upload of its parts
+
+No rank ever holds more of the model than its own shards, the blocks on their way, and the parts its uploads have
+in flight: an owner has at most two packs open, one that is being finished and one that fills, so this is never
+more than two packs. All ranks follow one schedule, so a rank whose store fails goes on receiving (and throws
+away) until the end of the attempt, where everyone learns of it; the next attempt sends only the packs that are
+not whole yet.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import TypeVar
+
+import torch
+from msgspec import Struct
+
+from async_rl.errors import AsyncRLError, WeightsError
+from async_rl.log import get_logger
+from async_rl.store.base import ObjectStore
+from async_rl.weights.lineage import Pack, Way
+from async_rl.weights.packs import PackPlan, Transfer, assign_owners, plan_packs, schedule
+from async_rl.weights.ranks import Ranks, exchange
+from async_rl.weights.run import RunInfo
+from async_rl.weights.shards import Shards, State
+
+__all__ = ["FullPacks"]
+
+log = get_logger(__name__)
+
+Result = TypeVar("Result")
+
+BLOCK_BYTES = 8 << 20
+"""A tensor's rows travel between ranks in blocks of this size: large enough for gloo to be at line rate
+(from about 1 MiB on), small enough to cost no memory."""
+
+_BLOCKS_WAITING = 2
+"""Blocks between the thread that receives and the one that hashes and uploads."""
+
+_OPEN_PACKS = 2
+
+_AGREE_BYTES = 256 << 20
+"""So often ranks agree on whether to go on: a second or two at a trainer's usual bandwidth."""
+
+
+class _Whole(Struct, frozen=True):
+    """Packs that a rank has made whole: their hashes, by number."""
+
+    packs: dict[int, str] = {}
+    giving_up: bool = False
+
+
+class FullPacks:
+    """How a run's full states are cut and who writes what. Used by one thread at a time, the same on all
+    ranks."""
+
+    def __init__(
+        self, store: ObjectStore, run: RunInfo, ranks: Ranks, shards: Shards, pack_bytes: int
+    ) -> None:
+        self._store, self._ranks, self._shards = store, ranks, shards
+        self.plans: tuple[PackPlan, ...] = plan_packs(run.tensors, run.dtype, pack_bytes)
+        self._owners = assign_owners([plan.nbytes for plan in self.plans], ranks.size)
+
+    @property
+    def nbytes(self) -> int:
+        """Of a full state in the store."""
+        return sum(plan.nbytes for plan in self.plans)
+
+    def send(
+        self,
+        state: State,
+        whole: dict[int, str],
+        key: Callable[[int, int], str],
+        *,
+        sent: Callable[[str], None] = lambda name: None,
+        giving_up: Callable[[], bool] = lambda: False,
+    ) -> AsyncRLError | None:
+        """Collective. One attempt at the packs that are not in `whole` (number -> SHA-256), which is filled with
+        what all ranks have reached; this rank's own failure.
+
+        `key`: of a pack, from its owner and number. `sent` is told the names of tensors whose local rows are
+        needed no more. Once `giving_up` says so on any rank, all soon leave the attempt.
+        """
+        writers: deque[tuple[int, _PackWriter]] = deque()  # this rank's, from oldest to newest
+        mine: dict[int, str] = {}
+        failures: list[AsyncRLError] = []
+
+        def finish(open_packs: int) -> None:
+            while len(writers) > open_packs:
+                pack, writer = writers.popleft()
+                digest = writer.result()
+                if digest is not None:
+                    mine[pack] = digest
+                elif writer.failure is not None:
+                    failures.append(writer.failure)
+
+        unagreed = 0
+        over = False
+        for transfer in schedule(self.plans, self._owners, self._ranks.size):
+            if transfer.pack in whole:
+                continue
+            owned = transfer.owner == self._ranks.rank
+            if owned and transfer.first:
+                finish(_OPEN_PACKS - 1)
+                writer = _PackWriter(self._store, key(transfer.owner, transfer.pack))
+                writer.write(self.plans[transfer.pack].header)
+                writers.append((transfer.pack, writer))
+            self._move(state, transfer, writers[-1][1] if owned else None)
+            if owned:
+                writers[-1][1].then(partial(sent, transfer.tensor.name))
+                if transfer.last:
+                    writers[-1][1].end()
+            else:
+                sent(transfer.tensor.name)
+            unagreed += transfer.tensor.nbytes
+            if unagreed >= _AGREE_BYTES:
+                unagreed = 0
+                over = any(each.giving_up for each in exchange(self._ranks, _Whole(giving_up=giving_up())))
+                if over:
+                    break
+        for _, writer in writers:
+            writer.end(abandon=over)  # does nothing where the pack has ended
+        finish(0)
+        for each in exchange(self._ranks, _Whole(mine)):
+            whole |= each.packs
+        return failures[0] if failures else None
+
+    def way(self, whole: dict[int, str], key: Callable[[int, int], str]) -> Way | None:
+        """To the state, once all of its packs are whole."""
+        if len(whole) < len(self.plans):
+            return None
+        packs = tuple(
+            Pack(key(self._owners[index], index), plan.nbytes, whole[index])
+            for index, plan in enumerate(self.plans)
+        )
+        weight_map = {spec.name: index for index, plan in enumerate(self.plans) for spec in plan.tensors}
+        return Way(-1, packs, sum(pack.size for pack in packs), weight_map)
+
+    def _move(self, state: State, transfer: Transfer, writer: _PackWriter | None) -> None:
+        """One tensor to its owner, who passes it to `writer`."""
+        for source, size in self._shards.sources(transfer.tensor, transfer.owner):
+            for start in range(0, size, BLOCK_BYTES):
+                stop = min(start + BLOCK_BYTES, size)
+                if source == self._ranks.rank:
+                    data = state.local(transfer.tensor.name)[start:stop]
+                    if writer is None:
+                        self._ranks.send(data, transfer.owner)
+                        continue
+                elif writer is not None:
+                    data = torch.empty(stop - start, dtype=torch.uint8)
+                    self._ranks.receive(data, source)
+                else:
+                    continue
+                writer.write(data.numpy().data)
+
+
+class _PackWriter:
+    """A pack on its way to the store, on a thread of its own. After a failure it swallows what follows: the
+    ranks must stay in step."""
+
+    def __init__(self, store: ObjectStore, key: str) -> None:
+        self.failure: AsyncRLError | None = None
+        self._store, self._key = store, key
+        self._sha256 = hashlib.sha256()
+        self._digest = ""
+        self._ended = False
+        self._queue: queue.Queue[memoryview | Callable[[], None] | _End] = queue.Queue(_BLOCKS_WAITING)
+        self._thread = threading.Thread(target=self._run, name=f"write {key}", daemon=True)
+        self._thread.start()
+
+    def write(self, data: bytes | memoryview) -> None:
+        """`data` must stay as it is until what comes after it has begun. Waits for: room in the queue, which the
+        limits of the store bound."""
+        self._queue.put(memoryview(data))
+
+    def then(self, act: Callable[[], None]) -> None:
+        """Called once all that was written before was read."""
+        self._queue.put(act)
+
+    def end(self, *, abandon: bool = False) -> None:
+        """Nothing more comes: make the pack visible, or don't."""
+        if not self._ended:
+            self._ended = True
+            self._queue.put(_End(abandon))
+
+    def result(self) -> str | None:
+        """Waits for: the end of the upload. The pack's SHA-256; None after a failure or when abandoned."""
+        self._thread.join()
+        return self._digest or None
+
+    def _run(self) -> None:
+        with ExitStack() as context:
+            upload = self._guard(lambda: context.enter_context(self._store.upload(self._key)), context)
+            while True:
+                item = self._queue.get()
+                if isinstance(item, _End):
+                    break
+                if not isinstance(item, memoryview):
+                    item()
+                elif upload is not None and self.failure is None:
+                    self._guard(partial(upload.write, item), context)
+                    if self.failure is None:
+                        self._sha256.update(item)
+            if upload is None or self.failure is not None or item.abandon:
+                return
+            self._guard(upload.commit, context)
+            self._guard(context.close, context)
+            if self.failure is None:
+                self._digest = self._sha256.hexdigest()
+
+    def _guard(self, operation: Callable[[], Result], context: ExitStack) -> Result | None:
+        try:
+            return operation()
+        except AsyncRLError as error:
+            self.failure = error
+        except Exception as error:  # noqa: BLE001  the store's edge: an unknown error must not make the others wait
+            self.failure = WeightsError(f"writing {self._key} failed: {type(error).__name__}: {error}")
+        try:
+            context.close()  # without a commit: the upload is aborted
+        except AsyncRLError as second:
+            log.warning("an upload could not be aborted", key=self._key, reason=second.message)
+        return None
+
+
+class _End(Struct, frozen=True):
+    abandon: bool
