@@ -47,6 +47,9 @@ _SLICE_S = 2.0
 """The wait for a batch is cut into slices: after each, ranks agree on whether to stop, and hear that rank 0
 lives."""
 
+_SLICE_PENDING_S = 0.2
+"""While weights wait to be published: the batch that is awaited may be waiting for them."""
+
 _CHECK_S = 5.0
 """While a batch is awaited, a newer trainer is looked for this often: one list request."""
 
@@ -108,13 +111,19 @@ class BatchFeed:
         limit_s: float,
         stopping: Callable[[], bool],
         check_ours: Callable[[], None] = lambda: None,
+        catch_up: Callable[[int], bool] = lambda step: False,
     ) -> None:
-        """`check_ours` raises Fenced once a newer trainer has taken the run. Rank 0 asks it while it waits: the
+        """`catch_up` is called on every rank after each slice, with the steps done: it publishes what is pending,
+        and says whether something still is (Publisher.catch_up). Without it a batch that admission holds back
+        until newer weights are out, and weights that wait for the next publish, would wait for each other.
+
+        `check_ours` raises Fenced once a newer trainer has taken the run. Rank 0 asks it while it waits: the
         workers follow the newer trainer's versions, so a batch may never come, and without a batch there is
         no publish that would find out."""
         self._group, self._link, self._store, self._lineage = group, link, store, lineage
         self._incarnation, self._limit_s, self._stopping = incarnation, limit_s, stopping
         self._check_ours, self._checked = check_ours, time.monotonic()
+        self._catch_up = catch_up
         self._told: set[int] = set()  # versions all ranks know
 
     def next(self, step: int) -> Batch | None:
@@ -126,7 +135,8 @@ class BatchFeed:
             self._group.max(stop)
             if stop.item():
                 return None
-            told = self._slice(step, started) if self._link is not None else _Told()
+            slice_s = _SLICE_PENDING_S if self._catch_up(step) else _SLICE_S
+            told = self._slice(step, started, slice_s) if self._link is not None else _Told()
             told = msgspec.msgpack.decode(self._group.broadcast(msgspec.msgpack.encode(told)), type=_Told)
             if told.failure is not None:
                 raise told.failure.error()
@@ -140,17 +150,17 @@ class BatchFeed:
                 assert isinstance(batch, Batch)
                 return batch
 
-    def _slice(self, step: int, started: float) -> _Told:
+    def _slice(self, step: int, started: float, slice_s: float) -> _Told:
         """Rank 0: ask for one slice of time."""
         assert self._link is not None
         left = self._limit_s - (time.monotonic() - started)
+        last = left <= slice_s  # only then is a picture of the orchestrator worth its price
         try:
-            last = left <= _SLICE_S  # only then is a picture of the orchestrator worth its price
-            slice_s = min(_SLICE_S, max(left, 0.1))
+            slice_s = min(slice_s, max(left, 0.1))
             batch = self._link.next_batch(self._incarnation, step, slice_s, explain=last)
             return self._tell(batch)
         except WaitTimeout as error:
-            if left > _SLICE_S:
+            if not last:
                 return self._still_ours()
             failure = WaitTimeout(
                 f"no batch for step {step} within batch_wait_s = {self._limit_s:g} s: {error.message}",

@@ -35,7 +35,7 @@ that do not exist, or are not finite, are null.
     time/wait_batch_s              for a batch from the orchestrator
     time/forward_backward_s
     time/optimizer_s
-    time/publish_s                 for the version before to be committed; the rest is in the background
+    time/publish_s                 for a copy of the weights, and up to merge_after_s for the version before
     time/checkpoint_s              0 or so where none was due
 
     eval/reward, eval/prompts      mean over a held-out evaluation, and of how many prompts

@@ -4,7 +4,8 @@
         batch    waits for: enough fresh groups, which rollout workers make and the orchestrator hands out
         samples  advantages within each group, lag of every token, packed without padding
         stats    forward and backward; a step that is not finite is refused before the optimizer
-        publish  waits for: the version before committed; then goes on in the background of the next step
+        publish  in the background of the next step; while the version before is on its way, the weights wait
+                 for the next publish, or for the wait for a batch
         checkpoint, metrics
 
 Rank 0 alone talks to the orchestrator; all ranks write weights and checkpoints. The wait for a batch is the
@@ -108,6 +109,7 @@ def run_rank(
             limit_s=trainer.batch_wait_s,
             stopping=stopping.is_set,
             check_ours=lambda: check_not_fenced(bucket, start.claim),
+            catch_up=publisher.catch_up,
         )
         metrics = stack.enter_context(MetricsFile(Path(trainer.out) if group.rank == 0 else None))
         saver = _Saver(bucket, group, learner, publisher, trainer, start)
@@ -115,7 +117,7 @@ def run_rank(
             group, learner, publisher, feed, lineage, saver, metrics, trainer, attached, progress
         )
 
-        publisher.flush()
+        publisher.flush(step=progress.step)
         if link is not None and progress.step >= trainer.steps:
             finished = link.finish(start.claim.incarnation, progress.step, True, trainer.finish_wait_s)
             for score in finished.evals:
@@ -167,7 +169,8 @@ def _train(
         refused_in_a_row = 0 if applied else refused_in_a_row + 1
         refused += not applied
         if step % trainer.publish_every == 0 or step == trainer.steps:
-            version = publisher.publish(step)
+            publisher.publish(step)
+        version = publisher.newest
         clock.lap("publish")
         progress = Progress(step, version, batch.incarnation, frontier, learner.updates)
         if saver.due(step):
@@ -224,7 +227,7 @@ class _Saver:
         one."""
         try:
             # The checkpoint names its version as the parent of the next: it must exist.
-            self._publisher.flush()
+            self._publisher.flush(step=progress.step)
             progress = Progress(
                 progress.step,
                 self._publisher.committed,

@@ -157,7 +157,7 @@ def train_at(address: str, folder: Path, model: Path, settings: dict[str, Any]) 
         model=ModelConfig(path=str(model)),
         trainer=TrainerConfig(**defaults | settings),
         loss=LossConfig(),
-        weights=WeightsConfig(),
+        weights=WeightsConfig(merge_after_s=60.0),  # a version for every step, however slow the machine
         temperature=1.0,
         orchestrator_address=address,
         seed=0,
