@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import numpy as np
 
-__all__ = ["digest_of"]
+__all__ = ["MASK", "digest_of"]
+
+MASK = (1 << 64) - 1
 
 
 def digest_of(values: np.ndarray, place: int) -> int:

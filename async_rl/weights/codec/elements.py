@@ -5,6 +5,8 @@ Weights are uint16 [n] (bits); a change is positions uint32 [k], ascending, and 
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from async_rl.weights.codec.jit import (
@@ -18,24 +20,26 @@ from async_rl.weights.codec.jit import (
     U64,
     U64_IN,
     helper,
+    int64,
     kernel,
+    uint64,
 )
 
 __all__ = ["apply", "digest", "find", "measure", "merge"]
 
 
 @helper
-def _mix(key: np.uint64) -> np.uint64:
-    key ^= key >> np.uint64(30)
-    key *= np.uint64(0xBF58476D1CE4E5B9)
-    key ^= key >> np.uint64(27)
-    key *= np.uint64(0x94D049BB133111EB)
-    return key ^ (key >> np.uint64(31))
+def _mix(key: Any) -> Any:
+    key ^= key >> uint64(30)
+    key *= uint64(0xBF58476D1CE4E5B9)
+    key ^= key >> uint64(27)
+    key *= uint64(0x94D049BB133111EB)
+    return key ^ (key >> uint64(31))
 
 
 @helper
-def _hash(place: int, bits: int) -> np.uint64:
-    return _mix(np.uint64((place << 16) | bits))
+def _hash(place: int, bits: int) -> Any:
+    return _mix(uint64((place << 16) | bits))
 
 
 @helper
@@ -45,10 +49,10 @@ def _ordered(bits: int) -> int:
 
 
 @kernel(U64, U16, I64)
-def digest(values: np.ndarray, place: int) -> np.uint64:
-    total = np.uint64(0)
+def digest(values: np.ndarray, place: int) -> Any:
+    total = uint64(0)
     for i in range(len(values)):
-        total += _hash(place + i, np.int64(values[i]))
+        total += _hash(place + i, int64(values[i]))
     return total
 
 
@@ -66,14 +70,14 @@ def find(
             | (base_4[start + 1] ^ new_4[start + 1])
             | (base_4[start + 2] ^ new_4[start + 2])
             | (base_4[start + 3] ^ new_4[start + 3])
-        ) == np.uint64(0):
+        ) == uint64(0):
             continue
         for word in range(start, start + 4):
             different = base_4[word] ^ new_4[word]
             for lane in range(4):
                 positions[found] = 4 * word + lane
-                found += (different & np.uint64(0xFFFF)) != np.uint64(0)
-                different >>= np.uint64(16)
+                found += (different & uint64(0xFFFF)) != uint64(0)
+                different >>= uint64(16)
     for i in range(len(base_4) // 4 * 16, len(base)):
         if base[i] != new[i]:
             positions[found] = i
@@ -82,27 +86,25 @@ def find(
 
 
 @kernel(U64, U16, U16, I64, U32, I16_OUT)
-def measure(
-    base: np.ndarray, new: np.ndarray, place: int, positions: np.ndarray, steps: np.ndarray
-) -> np.uint64:
+def measure(base: np.ndarray, new: np.ndarray, place: int, positions: np.ndarray, steps: np.ndarray) -> Any:
     """Fills in the steps at `positions`; what the change adds to the digest."""
-    total = np.uint64(0)
+    total = uint64(0)
     for j in range(len(positions)):
-        i = np.int64(positions[j])
-        before, after = np.int64(base[i]), np.int64(new[i])
+        i = int64(positions[j])
+        before, after = int64(base[i]), int64(new[i])
         steps[j] = _ordered(after) - _ordered(before)
         total += _hash(place + i, after) - _hash(place + i, before)
     return total
 
 
 @kernel(U64, U16_OUT, U32, I16, I64)
-def apply(values: np.ndarray, positions: np.ndarray, steps: np.ndarray, place: int) -> np.uint64:
+def apply(values: np.ndarray, positions: np.ndarray, steps: np.ndarray, place: int) -> Any:
     """Changes `values` in place; what that adds to the digest. Positions must lie inside."""
-    total = np.uint64(0)
+    total = uint64(0)
     for j in range(len(positions)):
-        i = np.int64(positions[j])
-        before = np.int64(values[i])
-        after = _ordered((_ordered(before) + np.int64(steps[j])) & 0xFFFF)
+        i = int64(positions[j])
+        before = int64(values[i])
+        after = _ordered((_ordered(before) + int64(steps[j])) & 0xFFFF)
         values[i] = after
         total += _hash(place + i, after) - _hash(place + i, before)
     return total
@@ -120,14 +122,14 @@ def merge(
     """One change after the other, as one; the number of steps left. Outputs hold len(a) + len(b)."""
     a = b = made = 0
     while a < len(positions_a) and b < len(positions_b):
-        at_a, at_b = np.int64(positions_a[a]), np.int64(positions_b[b])
+        at_a, at_b = int64(positions_a[a]), int64(positions_b[b])
         here = min(at_a, at_b)
-        step = np.int64(0)
+        step = int64(0)
         if at_a == here:
-            step += np.int64(steps_a[a])
+            step += int64(steps_a[a])
             a += 1
         if at_b == here:
-            step += np.int64(steps_b[b])
+            step += int64(steps_b[b])
             b += 1
         positions[made] = here
         steps[made] = step

@@ -11,16 +11,20 @@ no exception (a negative return value is an error), nothing in bytes read is tru
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
-from llvmlite import ir
+import numpy as np
+from llvmlite import ir  # type: ignore[import-untyped]
 from numba import njit, types
 from numba.extending import intrinsic
 
 __all__ = [
+    "F64",
     "I16",
     "I16_OUT",
     "I64",
+    "I64_IN",
+    "I64_OUT",
     "U8",
     "U8_OUT",
     "U16",
@@ -31,10 +35,17 @@ __all__ = [
     "U64_IN",
     "helper",
     "high_bit",
+    "int64",
     "kernel",
+    "uint64",
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+# What mypy shall take kernels' numbers for.
+int64 = cast("Callable[[Any], int]", np.int64)
+uint64 = cast("Callable[[Any], Any]", np.uint64)
 
 
 def _read(item: Any) -> Any:
@@ -45,19 +56,21 @@ def _write(item: Any) -> Any:
     return types.Array(item, 1, "C", readonly=False, aligned=False)
 
 
-I64, U64 = types.int64, types.uint64
-U8, U16, U32, I16, U64_IN = (
+F64, I64, U64 = types.float64, types.int64, types.uint64
+U8, U16, U32, I16, I64_IN, U64_IN = (
     _read(types.uint8),
     _read(types.uint16),
     _read(types.uint32),
     _read(types.int16),
+    _read(types.int64),
     _read(types.uint64),
 )
-U8_OUT, U16_OUT, U32_OUT, I16_OUT = (
+U8_OUT, U16_OUT, U32_OUT, I16_OUT, I64_OUT = (
     _write(types.uint8),
     _write(types.uint16),
     _write(types.uint32),
     _write(types.int16),
+    _write(types.int64),
 )
 
 

@@ -80,26 +80,20 @@ def tile_steps(mode: int, data: bytes | memoryview, count: int) -> Steps:
         raise ValueError("a small tile can't be read without its base")
     if mode not in (Mode.STEPS, Mode.DENSE):
         raise Corrupt(f"a coded tile has the unknown mode {mode}")
-    changed = changed_in(data)
-    if not 0 <= changed <= count:
-        raise Corrupt(f"a coded tile of {count} elements says that it changes {changed}")
-    extra = int(mode == Mode.DENSE)
-    positions, steps = np.empty(changed + extra, np.uint32), np.empty(changed + extra, np.int16)
     decode = kernels.decode_dense if mode == Mode.DENSE else kernels.decode_steps
-    if decode(np.frombuffer(data, np.uint8), count, positions, steps) != changed:
-        raise Corrupt(f"a coded tile of mode {mode} and {len(data)} bytes contradicts itself")
-    return positions[:changed], steps[:changed]
+    found = decode(np.frombuffer(data, np.uint8), count)
+    if found is None:
+        raise Corrupt(f"a coded tile of mode {mode}, {len(data)} bytes, contradicts itself")
+    return found
 
 
 def encode_steps(positions: np.ndarray, steps: np.ndarray, count: int) -> tuple[Mode, bytes]:
     """The smallest coding that can be read without the base. Positions ascend below `count`."""
     from async_rl.weights.codec import steps as kernels
 
-    dense = 2 * len(positions) > count
-    out = np.zeros(kernels.room_for(count if dense else 2 * len(positions)), np.uint8)
-    encode = kernels.encode_dense if dense else kernels.encode_steps
-    size = encode(positions, steps, count, out)
-    return (Mode.DENSE if dense else Mode.STEPS), out[:size].tobytes()
+    if 2 * len(positions) > count:
+        return Mode.DENSE, kernels.encode_dense(positions, steps, count)
+    return Mode.STEPS, kernels.encode_steps(positions, steps, count)
 
 
 def add_steps(first: Steps, second: Steps) -> Steps:
@@ -110,13 +104,3 @@ def add_steps(first: Steps, second: Steps) -> Steps:
     positions, steps = np.empty(room, np.uint32), np.empty(room, np.int16)
     left = elements.merge(*first, *second, positions, steps)
     return positions[:left], steps[:left]
-
-
-def changed_in(data: bytes | memoryview) -> int:
-    """The number of changes with which every coded tile begins; -1 if there is none."""
-    value = 0
-    for index, byte in enumerate(bytes(data[:5])):
-        value |= (byte & 127) << (7 * index)
-        if byte < 128:
-            return value
-    return -1
