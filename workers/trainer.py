@@ -38,6 +38,7 @@ from async_rl.weights.lineage import Claim, Manifest, check_not_fenced, claim, l
 from async_rl.weights.publisher import Publisher
 from async_rl.weights.ranks import from_rank0
 from async_rl.weights.run import RunInfo, ensure_run
+from async_rl.weights.upkeep import Upkeep
 from async_rl.wire import PROTOCOL, Attach, Attached, Batch
 from workers import checkpoints
 from workers.batches import BatchFeed, Lineage, Prepared, prepare
@@ -87,6 +88,7 @@ def run_rank(
         )
         if link is not None:
             stack.callback(link.close)
+        upkeep = stack.enter_context(Upkeep(bucket, start.run, weights)) if group.rank == 0 else None
         publisher = stack.enter_context(
             Publisher(
                 bucket,
@@ -95,7 +97,7 @@ def run_rank(
                 learner.parameters(),
                 weights,
                 parent=start.parent_version,
-                on_commit=lambda manifest: _announce(manifest, lineage, link),
+                on_commit=lambda manifest: _announce(manifest, lineage, link, upkeep),
             )
         )
         progress = _begin(bucket, group, learner, publisher, start, trainer)
@@ -326,11 +328,15 @@ def _attach(link: TrainerLink | None, start: _Start, progress: Progress, vocab_s
     return attached
 
 
-def _announce(manifest: Manifest, lineage: Lineage, link: TrainerLink | None) -> None:
+def _announce(
+    manifest: Manifest, lineage: Lineage, link: TrainerLink | None, upkeep: Upkeep | None
+) -> None:
     """A version is committed (rank 0, in the publisher's thread)."""
     lineage.committed(manifest.version, manifest.parent, manifest.step)
     if link is not None:
         link.published(manifest.incarnation, manifest.version, manifest.step)
+    if upkeep is not None:
+        upkeep.committed(manifest)
 
 
 def _prepare_torch(trainer: TrainerConfig, device: torch.device, seed: int) -> None:

@@ -103,8 +103,7 @@ def branch(manifests: Mapping[int, Manifest], newest: int) -> list[int]:
 
 
 def skips_wanted(chain: Sequence[int], spans: Iterable[int], after: int = -1) -> list[Skip]:
-    """The skips between multiples of the spans that end later than version `after`: lower spans first, as the
-    higher ones are made of them.
+    """The skips to multiples of the spans later than `after`: lower spans first, as the higher ones are made of them.
 
     A number that the chain left out (a resume, a zombie's) is replaced by the nearest older version.
     """
@@ -116,7 +115,7 @@ def skips_wanted(chain: Sequence[int], spans: Iterable[int], after: int = -1) ->
         for number in range(first, chain[-1] + 1, span):
             base = bisect_right(chain, number - span) - 1
             version = bisect_right(chain, number) - 1
-            if 0 <= base < version and chain[version] > after:
+            if 0 <= base < version and number > after:
                 wanted.append(Skip(span, chain[base], chain[version]))
     return wanted
 
@@ -177,8 +176,8 @@ class Compactor:
         self._places = places_of(run)
 
     def run(self, after: int = -1, newest: Manifest | None = None) -> list[Written]:
-        """Every skip that is wanted, ends later than version `after` and is not there yet; on the branch of `newest`
-        (default: the newest version that counts).
+        """Every skip that is wanted, leads to a multiple later than `after` and is not there yet; on the branch of
+        `newest` (default: the newest version that counts).
 
         A skip whose sources are damaged is told by its `error`. Raises StoreErrors, WeightsError (the disk).
         """

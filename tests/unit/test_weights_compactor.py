@@ -76,8 +76,9 @@ def test_numbers_that_the_chain_left_out_are_replaced_by_the_nearest_older_one()
     ]
 
 
-def test_only_skips_that_end_later_are_wanted():
+def test_only_skips_to_later_multiples_are_wanted():
     assert skips_wanted(range(18), (4, 16), after=12) == [Skip(4, 12, 16), Skip(16, 0, 16)]
+    assert skips_wanted([0, 56, 57, 61], (4,), after=57) == [Skip(4, 56, 57)], "60 was not due at 57"
 
 
 def test_a_zombies_versions_are_not_on_the_branch(tmp_path):
