@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from async_rl.cli.options import store_option
+from async_rl.cli.weights_estimate import estimate
 
 __all__ = ["command"]
 
@@ -16,6 +17,9 @@ __all__ = ["command"]
 @click.group("weights")
 def command() -> None:
     """List a run's policy versions, or pull one as a Hugging Face folder."""
+
+
+command.add_command(estimate)
 
 
 @command.command("ls")

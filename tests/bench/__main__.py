@@ -21,6 +21,7 @@ from rich.table import Table
 from tests.bench.claims import Claim
 
 BENCHES = {
+    "codec": "bytes and speed of a delta, ours and others', on real optimizer steps",
     "overlap": "asynchronous step time against the slower of rollout and training",
 }
 
