@@ -194,9 +194,11 @@ class Demo:
             raise WaitTimeout(f"{awaited} did not end in time", hint=f"the logs are in {self.folder}")
 
     def _results(self, status: Status | None, wall_s: float) -> Results:
-        from async_rl.cli.demo_view import Results
+        from async_rl.cli.demo_view import Results, WeightSync
         from async_rl.cli.plot import plot_run, read_metrics
         from async_rl.store import open_store
+        from async_rl.weights.report import full_bytes, list_rows
+        from async_rl.weights.run import open_run
 
         metrics = read_metrics(self.folder / "trainer" / "metrics.jsonl")
         plot = self.folder / "reward_and_lag.png"
@@ -204,9 +206,13 @@ class Demo:
         store = open_store(self.store_url, self.config.store)
         try:
             sizes = [info.size for info in store.list_after("")]
+            run = open_run(store)
+            sync = WeightSync.of(list_rows(store, run), full_bytes(run))
         finally:
             store.close()
-        return Results(self.folder, self.store_url, plot, metrics, status, wall_s, len(sizes), sum(sizes))
+        return Results(
+            self.folder, self.store_url, plot, metrics, status, wall_s, len(sizes), sum(sizes), sync
+        )
 
 
 def cli() -> list[str]:

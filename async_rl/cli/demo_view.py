@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import shlex
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -17,9 +18,10 @@ from rich.text import Text
 
 from async_rl.cli.lag import render
 from async_rl.cli.plot import Metrics
+from async_rl.weights.report import Row
 from async_rl.wire import Status
 
-__all__ = ["Progress", "Results", "line", "summary"]
+__all__ = ["Progress", "Results", "WeightSync", "line", "summary"]
 
 LINE_EVERY_S = 5.0
 
@@ -84,6 +86,35 @@ def line(status: Status, steps: int) -> str:
     return "  ".join(parts)
 
 
+class WeightSync(Struct, frozen=True):
+    """What the deltas of a run cost, against full versions. Empty ones, of a restart, are not counted."""
+
+    deltas: int
+    delta_bytes: int
+    full_bytes: int  # of one full version
+    changed_part: float  # of all weights, on average
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], full_bytes: int) -> WeightSync:
+        deltas = [row for row in rows if row.kind == "delta" and row.changed]
+        changed = [row.changed_part or 0.0 for row in deltas]
+        return cls(
+            len(deltas),
+            sum(row.nbytes for row in deltas),
+            full_bytes,
+            sum(changed) / len(changed) if changed else 0.0,
+        )
+
+    def describe(self) -> str:
+        if not self.deltas:
+            return "no deltas"
+        each = self.delta_bytes / self.deltas
+        return (
+            f"{self.deltas} deltas of {each / 1e6:.3f} MB on average, {self.full_bytes / each:.1f}x less than full "
+            f"versions ({self.full_bytes / 1e6:.2f} MB); {100 * self.changed_part:.0f} % of the weights change in one"
+        )
+
+
 class Results(Struct, frozen=True):
     """What a finished run left."""
 
@@ -95,6 +126,7 @@ class Results(Struct, frozen=True):
     wall_s: float
     objects: int  # in the bucket
     object_bytes: int
+    sync: WeightSync
 
     @property
     def reward_start(self) -> float | None:
@@ -139,6 +171,7 @@ def _numbers(results: Results, goal: float) -> RenderableType:
             "steps", f"{steps[-1]['step']}, on {tokens:,.0f} tokens sampled by the worker's engine"
         )
         table.add_row("policy versions", f"{steps[-1]['version'] + 1} (0 to {steps[-1]['version']})")
+    table.add_row("weight sync", results.sync.describe())
     table.add_row("in the bucket", f"{results.objects} objects, {results.object_bytes / 1e6:.1f} MB")
     return table
 

@@ -10,12 +10,13 @@ from rich.console import Console
 
 from async_rl.cli import demo_view
 from async_rl.cli.demo import fresh_folder, run_tables, run_toml
-from async_rl.cli.demo_view import Progress, Results, line, summary
+from async_rl.cli.demo_view import Progress, Results, WeightSync, line, summary
 from async_rl.cli.plot import Metrics
 from async_rl.cli.runfile import read_run_file
 from async_rl.config import load_toml
 from async_rl.envs import make_environment
 from async_rl.errors import ConfigError
+from async_rl.weights.report import Row
 from async_rl.wire import EvalScore, Status, WorkerStatus
 from workers.tiny_model import TASKS
 
@@ -152,6 +153,7 @@ def results(**fields: object) -> Results:
         "wall_s": 301.4,
         "objects": 9,
         "object_bytes": 12_300_000,
+        "sync": WeightSync(2, 1_000_000, 2_000_000, 0.4),
     }
     return Results(**(values | fields))  # type: ignore[arg-type]
 
@@ -163,6 +165,7 @@ def test_the_summary_says_what_came_out_where_it_is_and_how_to_look_further():
         "5 min 1 s",
         "p50 1  p95 2  max 3 optimizer steps (limit 4)",
         "3 (0 to 2)",
+        "2 deltas of 0.500 MB on average, 4.0x less than full versions (2.00 MB); 40 % of the weights change",
         "2,000 tokens",
         "9 objects, 12.3 MB",
         "/runs/demo [1]/trainer/metrics.jsonl",
@@ -175,3 +178,15 @@ def test_the_summary_says_what_came_out_where_it_is_and_how_to_look_further():
 def test_a_run_that_was_not_measured_says_so():
     empty = results(metrics=Metrics([], []), status=None)
     assert empty.reward_end is None and "not measured at version 0" in shown(summary(empty, 0.9))
+
+
+def test_the_summary_counts_deltas_but_no_empty_ones_and_no_full_versions():
+    def row(kind: str, nbytes: int, changed: int | None) -> Row:
+        part = None if changed is None else changed / 100
+        return Row(1, 1, 0, 0, kind, nbytes, 1, changed, part, None, (), False, False, "", 0.0)
+
+    sync = WeightSync.of(
+        [row("full", 200, None), row("delta", 0, 0), row("delta", 40, 10), row("delta", 60, 30)], 200
+    )
+    assert sync == WeightSync(2, 100, 200, 0.2)
+    assert WeightSync.of([], 200).describe() == "no deltas"
