@@ -97,10 +97,14 @@ def find_path(
     `avoid`: edges (base, version) that turned out to be of no use. `context_free`: only deltas that can be
     read without the weights. Raises WeightsError where there is no path, StoreErrors.
     """
-    search = _Search(store, manifest, avoid, context_free)
     held = NOTHING if held is None else held
     if held == manifest.version:
         return Path(held, ())
+    usable = (held, manifest.version) not in avoid and not (context_free and manifest.way.small)
+    if held == manifest.way.base != NOTHING and usable:
+        # The reader that keeps up: nothing is shorter than the change itself, and no request is needed to know it.
+        return Path(held, (Hop(manifest.version, manifest.way, version_key(manifest.version)),))
+    search = _Search(store, manifest, avoid, context_free)
     while True:
         path = cheapest(search.steps(held), manifest.version, held)
         if path is None and search.read_down(held):

@@ -65,13 +65,23 @@ def shape(path: Path) -> list[int]:
     return [path.start, *(hop.version for hop in path.hops)]
 
 
-def test_a_reader_one_version_behind_reads_one_delta_and_no_further_manifest() -> None:
+def test_a_reader_one_version_behind_reads_one_delta_and_asks_the_store_nothing() -> None:
     run = Run()
     newest = run.chain(40)
+    run.store.calls.clear()
     path = find_path(run.store, newest, 39)
     assert shape(path) == [39, 40]
     assert path.nbytes == 10
-    assert run.reads("versions/") <= 1
+    assert not run.store.calls, (
+        "over a wide area every request is a round trip more before the version serves"
+    )
+
+
+def test_a_reader_one_version_behind_goes_around_a_delta_that_it_must_avoid() -> None:
+    run = Run()
+    newest = run.chain(40)
+    run.further(40, 38, 15)
+    assert shape(find_path(run.store, newest, 39, avoid=frozenset({(39, 40)}))) != [39, 40]
 
 
 def test_a_reader_that_is_there_reads_nothing() -> None:
