@@ -30,7 +30,7 @@ COMMANDS = {
     "lag": ("async_rl.cli.lag", "Show how far every worker's policy version is behind."),
     "weights": (
         "async_rl.cli.weights",
-        "List a run's policy versions, or pull one as a Hugging Face folder.",
+        "List, compare, verify and fetch a run's policy versions.",
     ),
     "store": ("async_rl.cli.store", "Run a local S3 server for development, or make a bucket."),
     "model": ("async_rl.cli.model", "Make a tiny model to try things with."),
