@@ -22,7 +22,11 @@ from tests.bench.claims import Claim
 
 BENCHES = {
     "codec": "bytes and speed of a delta, ours and others', on real optimizer steps",
+    "full": "full versions against bare boto3, and the memory of weight sync",
+    "history": "bytes of 300 versions in the bucket, and what a late reader reads",
     "overlap": "asynchronous step time against the slower of rollout and training",
+    "pause": "the engine's pause for a new version against a full checkpoint inside it",
+    "sync": "publish to ready over a link of 200 Mbit/s and 40 ms, against others",
 }
 
 

@@ -1,10 +1,11 @@
-"""The same bytes through bare boto3, in parallel, without hashing or checks: what our transfers are measured against."""
+"""The same bytes through bare boto3, in parallel, unhashed: what our transfers are measured against."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ class Bare:
         view = memoryview(data)
         at = {"Bucket": self._bucket, "Key": key}
         if len(view) <= PART_BYTES:
-            self._client.put_object(**at, Body=bytes(view))
+            self._put(key, bytes(view))
             return
         upload = {**at, "UploadId": self._client.create_multipart_upload(**at)["UploadId"]}
 
@@ -61,13 +62,22 @@ class Bare:
         return b"".join(pieces)
 
     def get_file(self, key: str, size: int, path: Path) -> None:
-        with path.open("wb") as file:
-            file.truncate(size)
+        self.get_files([(key, size, path)])
 
-            def part(start: int) -> None:
-                os.pwrite(file.fileno(), self._range(key, start, size), start)
+    def get_files(self, wanted: Sequence[tuple[str, int, Path]]) -> None:
+        """Several objects into files, all their parts side by side."""
+        with ExitStack() as stack:
+            jobs = []
+            for key, size, path in wanted:
+                file = stack.enter_context(path.open("wb"))
+                file.truncate(size)
+                jobs += [(key, start, size, file.fileno()) for start in range(0, size, PART_BYTES)]
 
-            list(self._pool.map(part, range(0, size, PART_BYTES)))
+            def part(job: tuple[str, int, int, int]) -> None:
+                key, start, size, file = job
+                os.pwrite(file, self._range(key, start, size), start)
+
+            list(self._pool.map(part, jobs))
 
     def _range(self, key: str, start: int, size: int) -> bytes:
         last = min(start + PART_BYTES, size) - 1
@@ -76,11 +86,12 @@ class Bare:
         assert len(data) == last + 1 - start, key
         return data
 
-    def at_once(self, jobs: list[Callable[[], None]]) -> None:
-        """Several objects side by side (jobs must not use parts of more than one each)."""
-        with ThreadPoolExecutor(PARALLEL) as pool:
-            for future in [pool.submit(job) for job in jobs]:
-                future.result()
+    def put_all(self, objects: Sequence[tuple[str, bytes]]) -> None:
+        """Several objects side by side, each in one request."""
+        list(self._pool.map(lambda each: self._put(*each), objects))
+
+    def _put(self, key: str, data: bytes) -> None:
+        self._client.put_object(Bucket=self._bucket, Key=key, Body=data)
 
     def close(self) -> None:
         self._pool.shutdown()

@@ -3,11 +3,12 @@
     with Link(server.endpoint) as link:
         link.endpoint     # what the client is given instead of the server's
 
-Each direction has one line of `rate_bit_s` that all connections share, block by block; a block arrives half a round
-trip after it has left the line, and a new connection opens a round trip late. A sender is taken from as fast as the
-line goes, with a queue of QUEUE_S before it, so a slow line pushes back as a router does. It has no slow start and
-loses nothing: kinder than a real link, to everybody alike. The host in a request's signature is the proxy's own, so the
-server must not care under which port it is called (SeaweedFS and MinIO take the Host header as it comes).
+Each direction has one line of `rate_bit_s` that all connections share, block by block; a block arrives half a
+round trip after it has left the line, and a new connection opens a round trip late. A sender is taken from as
+fast as the line goes, with a queue of QUEUE_S before it, so a slow line pushes back as a router does. It has no
+slow start and loses nothing: kinder than a real link, to everybody alike. The host in a request's signature is
+the proxy's own, so the server must not care under which port it is called (SeaweedFS and MinIO take the Host
+header as it comes).
 
 It runs as a process of its own (`python -m tests.bench.link HOST:PORT RATE ROUND_TRIP`), which prints its port.
 """
@@ -38,8 +39,17 @@ START_LIMIT_S = 30.0
 class Link:
     """The proxy's process, from the client's side."""
 
-    def __init__(self, endpoint: str, rate_bit_s: float = RATE_BIT_S, round_trip_s: float = ROUND_TRIP_S) -> None:
-        argv = [sys.executable, "-m", "tests.bench.link", urlsplit(endpoint).netloc, str(rate_bit_s), str(round_trip_s)]
+    def __init__(
+        self, endpoint: str, rate_bit_s: float = RATE_BIT_S, round_trip_s: float = ROUND_TRIP_S
+    ) -> None:
+        argv = [
+            sys.executable,
+            "-m",
+            "tests.bench.link",
+            urlsplit(endpoint).netloc,
+            str(rate_bit_s),
+            str(round_trip_s),
+        ]
         self._process = subprocess.Popen(argv, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
         port = self._process.stdout.readline().strip()
@@ -98,7 +108,7 @@ async def _carry(source: asyncio.StreamReader, target: asyncio.StreamWriter, lin
     delivery = asyncio.create_task(deliver())
     try:
         while not delivery.done():
-            while (backlog := line.backlog_s(loop.time()) - QUEUE_S) > 0:
+            while (backlog := line.backlog_s(loop.time()) - QUEUE_S) > 0:  # noqa: ASYNC110  (others may go first)
                 await asyncio.sleep(backlog)
             block = await source.read(BLOCK_BYTES)
             under_way.append((line.arrival(loop.time(), len(block)), block))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -86,31 +87,39 @@ class Remote:
 
 
 class _Memory:
-    """Of this process, in bytes: now, and the most since `reset`."""
+    """What this process holds of its own, in bytes, seen every few milliseconds. Mapped files are not counted."""
 
-    @staticmethod
-    def reset() -> None:
-        Path("/proc/self/clear_refs").write_text("5")
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._most = 0
+        threading.Thread(target=self._watch, name="memory", daemon=True).start()
 
-    @staticmethod
-    def now() -> int:
-        return _status("VmRSS")
+    def reset(self) -> int:
+        """Forget the most; what is held now."""
+        with self._lock:
+            self._most = _private_bytes()
+            return self._most
 
-    @staticmethod
-    def most() -> int:
-        return _status("VmHWM")
+    def most(self) -> int:
+        """Since `reset`."""
+        with self._lock:
+            return max(self._most, _private_bytes())
 
-    @staticmethod
-    def files() -> int:
-        """Pages of mapped files: the kernel takes them back when it needs the memory."""
-        return _status("RssFile") + _status("RssShmem")
+    def _watch(self) -> None:
+        while True:
+            with self._lock:
+                self._most = max(self._most, _private_bytes())
+            time.sleep(_LOOK_S)
 
 
-def _status(name: str) -> int:
+_LOOK_S = 0.004
+
+
+def _private_bytes() -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{name}:"):
+        if line.startswith("RssAnon:"):
             return int(line.split()[1]) << 10
-    raise KeyError(name)
+    raise KeyError("RssAnon")
 
 
 class _Publisher:
@@ -128,13 +137,15 @@ class _Publisher:
         config = msgspec.convert(setup.weights, WeightsConfig)
         run = ensure_run(store, model, self.training.parameters)
         warm_up()
-        _Memory.reset()
-        self.before = _Memory.now()
+        self.store, self.config, self.model = store, config, model
+        self.memory = _Memory()
+        self.before = self.memory.reset()
         self.manifest: Any = None
         self.publisher = Publisher(
             store, run, claim(store), self.training.parameters, config, on_commit=self._committed
         )
         self.bits: Any = None
+        self.contents: list[bytes] = []
         self.sizes = [tensor.numel() for tensor in self.training.parameters.values()]
 
     def _committed(self, manifest: Any) -> None:
@@ -145,15 +156,19 @@ class _Publisher:
         return {}
 
     def publish(self, step: int) -> dict[str, Any]:
+        return self._published(self.publisher, step)
+
+    def _published(self, publisher: Any, step: int) -> dict[str, Any]:
         began = time.monotonic()
-        self.publisher.publish(step)
+        publisher.publish(step)
         snapshot = time.monotonic()
-        self.publisher.flush()
+        publisher.flush()
+        ended = time.monotonic()
         way = self.manifest.way
         return {
             "began": began,
             "snapshot": snapshot,
-            "ended": time.monotonic(),
+            "ended": ended,
             "version": self.manifest.version,
             "kind": way.kind,
             "bytes": way.total_bytes,
@@ -173,11 +188,13 @@ class _Publisher:
         return str(path)
 
     def xor(self, key: str) -> dict[str, Any]:
+        import torch
+
         began = time.monotonic()
         new = self.training.bits()
         pairs = [
             (a.numpy().view(np.uint16), b.numpy().view(np.uint16))
-            for a, b in zip(self.bits.split(self.sizes), new.split(self.sizes), strict=True)
+            for a, b in zip(torch.split(self.bits, self.sizes), torch.split(new, self.sizes), strict=True)
         ]
         data = peer(XOR).encode(pairs)
         encoded = time.monotonic()
@@ -198,15 +215,54 @@ class _Publisher:
 
     def digest(self) -> dict[str, Any]:
         """Of the state as it is now: whole, by the names of the tensors."""
-        parts = zip(self.training.parameters, self.training.bits().split(self.sizes), strict=True)
+        import torch
+
+        parts = zip(self.training.parameters, torch.split(self.training.bits(), self.sizes), strict=True)
         return {"digest": _hash({name: bits.numpy().tobytes() for name, bits in parts})}
 
-    def memory(self) -> dict[str, Any]:
-        return {"before": self.before, "most": _Memory.most(), "model": self.training.nbytes}
+    def publish_again(self, url: str) -> dict[str, Any]:
+        """The whole state as the first version of a run of its own."""
+        from async_rl.weights.lineage import claim
+        from async_rl.weights.publisher import Publisher
 
-    def reset_memory(self) -> dict[str, Any]:
-        _Memory.reset()
-        return {"now": _Memory.now()}
+        store = open_store(url)
+        run = ensure_run(store, self.model, self.training.parameters)
+        with Publisher(
+            store, run, claim(store), self.training.parameters, self.config, on_commit=self._committed
+        ) as publisher:
+            return self._published(publisher, 0)
+
+    def packs(self, url: str) -> dict[str, Any]:
+        """Read the last version's packs, for `bare_packs`."""
+        packs = self.manifest.way.packs
+        store = open_store(url)
+        self.contents = [store.get(pack.key) for pack in packs]
+        return {"sizes": [pack.size for pack in packs]}
+
+    def bare_packs(self, prefix: str) -> dict[str, Any]:
+        began = time.monotonic()
+        self.bare.put_all([(f"{prefix}/{number}", data) for number, data in enumerate(self.contents)])
+        return {"began": began, "ended": time.monotonic()}
+
+    def drop_packs(self) -> dict[str, Any]:
+        self.contents = []
+        return {}
+
+    def wait_for_anchor(self) -> dict[str, Any]:
+        """Of a version after the first. Waits for: the record of the anchor in ways/."""
+        from async_rl.weights.ways import list_edges
+
+        deadline = time.monotonic() + ANSWER_LIMIT_S / 2
+        while not any(edge.base < 0 for edge in list_edges(self.store, 0)):
+            assert time.monotonic() < deadline, "no anchor was written"
+            time.sleep(0.05)
+        return {}
+
+    def memory_most(self) -> dict[str, Any]:
+        """Above what was held before the publisher was made; forgotten then."""
+        most = self.memory.most() - self.before
+        self.memory.reset()
+        return {"most": most, "model": self.training.nbytes}
 
     def close(self) -> dict[str, Any]:
         self.publisher.close()
@@ -223,11 +279,10 @@ class _Reader:
         self.run = open_run(self.store)
         self.folder = Path(setup.folder)
         warm_up()
-        _Memory.reset()
-        self.before = _Memory.now() - _Memory.files()
-        self.subscriber = Subscriber(
-            self.store, self.run, self.folder / "cache", msgspec.convert(setup.weights, WeightsConfig)
-        )
+        self.config = msgspec.convert(setup.weights, WeightsConfig)
+        self.memory = _Memory()
+        self.before = self.memory.reset()
+        self.subscriber = Subscriber(self.store, self.run, self.folder / "cache", self.config)
         self.local: Any = None
         self.values: list[np.ndarray] = []
 
@@ -276,8 +331,34 @@ class _Reader:
         parts = zip(self.run.tensors, self.values, strict=True)
         return {"digest": _hash({spec.name: values.tobytes() for spec, values in parts})}
 
-    def memory(self) -> dict[str, Any]:
-        return {"before": self.before, "most": _Memory.most(), "files": _Memory.files()}
+    def fetch_again(self, url: str, name: str) -> dict[str, Any]:
+        """The newest version of a run, into a folder of its own."""
+        from async_rl.weights.subscriber import Subscriber
+
+        store = open_store(url)
+        subscriber = Subscriber(store, open_run(store), self.folder / name, self.config)
+        began = time.monotonic()
+        manifest = subscriber.newest()
+        assert manifest is not None
+        subscriber.fetch(manifest)
+        ended = time.monotonic()
+        subscriber.close()
+        shutil.rmtree(self.folder / name)
+        return {"began": began, "ended": ended}
+
+    def bare_packs(self, prefix: str, sizes: list[int]) -> dict[str, Any]:
+        folder = self.folder / "bare"
+        folder.mkdir()
+        began = time.monotonic()
+        self.bare.get_files([(f"{prefix}/{n}", size, folder / str(n)) for n, size in enumerate(sizes)])
+        ended = time.monotonic()
+        shutil.rmtree(folder)
+        return {"began": began, "ended": ended}
+
+    def memory_most(self) -> dict[str, Any]:
+        most = self.memory.most() - self.before
+        self.memory.reset()
+        return {"most": most}
 
     def close(self) -> dict[str, Any]:
         return {}

@@ -1,9 +1,9 @@
 """Three hundred consecutive versions of a real model in real training, recorded once and played back by the benches.
 
-The model is the sentence encoder of real_models.py (22.7 M weights), trained as there (float32 masters, a forward pass
-with their bfloat16 roundings, AdamW 0.9/0.95), on small batches, one version per optimizer step. It is recorded after a
-warm-up of the moments. The file holds the first state, then the XOR of each version with the one before, under zstd: it
-must not depend on the codec that is measured with it.
+The model is the sentence encoder of real_models.py (22.7 M weights), trained as there (float32 masters, a
+forward pass with their bfloat16 roundings, AdamW 0.9/0.95), on small batches, one version per optimizer step.
+It is recorded after a warm-up of the moments. The file holds the first state, then the XOR of each version with
+the one before, under zstd: it must not depend on the codec that is measured with it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ def record(rate: float, say: Callable[[str], None]) -> None:
     net, loss = _model()
     parameters = dict(net.named_parameters())
     masters = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-    optimizer = torch.optim.AdamW(masters.values(), lr=rate, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
+    optimizer = torch.optim.AdamW(
+        masters.values(), lr=rate, betas=(0.9, 0.95), weight_decay=0.01, fused=True
+    )
     table = [TensorSpec(name, tuple(master.shape)) for name, master in masters.items()]
     pack = zstandard.ZstdCompressor(level=1)
     before = np.zeros(sum(spec.nbytes for spec in table) // 2, np.uint16)
@@ -78,7 +80,10 @@ def record(rate: float, say: Callable[[str], None]) -> None:
                 parameter.data.copy_(masters[name].bfloat16())
                 parameter.grad = None
             if step >= WARM_UP_STEPS:
-                parts = [parameter.data.bfloat16().view(torch.int16).reshape(-1) for parameter in parameters.values()]
+                parts = [
+                    parameter.data.bfloat16().view(torch.int16).reshape(-1)
+                    for parameter in parameters.values()
+                ]
                 state = torch.cat(parts).numpy().view(np.uint16)
                 _write(file, pack.compress((state ^ before).tobytes()))
                 before = state

@@ -1,14 +1,18 @@
 """From publish to verified and ready in the reader's shadow, over a link of 200 Mbit/s and 40 ms.
 
-A trainer's process, a real S3 server, a reader's process; a link of its own between each of the two and the server. The
-model has 135 M weights (training.py). Version by version, one after the other on the same link, the same change goes
+A trainer's process, a real S3 server, a reader's process; a link of its own between each of the two and the
+server. The model has 135 M weights (training.py). Version by version, one after the other on the same link, the
+same change goes
 
-    ours       Publisher.publish ─► manifest committed ─► hint ─► Subscriber.newest, fetch: verified, digest compared
-    xor        XOR with the state before, zstd-1 (peers.py) ─► one put ─► hint ─► get, applied; nothing is verified
+    ours       Publisher.publish ─► manifest committed ─► hint ─► Subscriber.newest, fetch: verified, digest
+               compared
+    xor        XOR with the state before, zstd-1 (peers.py) ─► one put ─► hint ─► get, applied; nothing is
+               verified
     full       a safetensors file through bare boto3 in parallel parts, there and back; nothing is verified
 
-Times run from before the rounding of the masters to 16 bit until the reader has the state in its memory. A hint takes
-half a round trip, as over the trainer's socket. Afterwards the reader's states must be the trainer's, bit for bit.
+Times run from before the rounding of the masters to 16 bit until the reader has the state in its memory. A hint
+takes half a round trip, as over the trainer's socket. Afterwards the reader's states must be the trainer's, bit
+for bit.
 """
 
 from __future__ import annotations
@@ -33,7 +37,11 @@ FULL_REPEATS = 2
 
 
 def run(scratch: Path, console: Console) -> list[Claim]:
-    with LocalServer(scratch / "store", grace_s=0) as server, Link(server.endpoint) as up, Link(server.endpoint) as down:
+    with (
+        LocalServer(scratch / "store", grace_s=0) as server,
+        Link(server.endpoint) as up,
+        Link(server.endpoint) as down,
+    ):
         setups = [
             Setup(f"{server.url}/sync", server.bucket, link.env(server.env), str(scratch / role))
             for role, link in (("publisher", up), ("reader", down))
@@ -87,9 +95,10 @@ def measure(publisher: Remote, reader: Remote, first: dict[str, float], console:
     median = statistics.median(ours[SKIP:])
     snapshot, commit, find, fetch = (statistics.median(column) for column in list(zip(*parts, strict=True)))
     sizes = [statistics.median(column) for column in zip(*nbytes[SKIP:], strict=True)]
-    weights = full_size(sent) // 2
+    weights = sent["size"] // 2
     how = (
-        f"{median:.2f} s over {VERSIONS} versions ({min(ours[SKIP:]):.2f} to {max(ours[SKIP:]):.2f}): snapshot {snapshot:.2f}, "
+        f"{median:.2f} s over {VERSIONS} versions ({min(ours[SKIP:]):.2f} to {max(ours[SKIP:]):.2f}): "
+        f"snapshot {snapshot:.2f}, "
         f"encode to commit {commit:.2f}, find {find:.2f}, fetch to ready {fetch:.2f}; {sizes[0] / 1e6:.2f} MB, "
         f"{100 * statistics.median(changed) / weights:.2f} % changed"
     )
@@ -117,7 +126,3 @@ def measure(publisher: Remote, reader: Remote, first: dict[str, float], console:
             how="ours, verified, against put + get of the same bytes; cold connections",
         ),
     ]
-
-
-def full_size(sent: dict[str, int]) -> int:
-    return sent["size"]

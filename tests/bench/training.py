@@ -1,10 +1,10 @@
 """A 135M-parameter model whose weights move as under Adam, without the forward pass: for benches of what follows it.
 
-The tensors are SmolLM2-135M's. Per weight, the gradient is noise around a small mean of its own: g = n + SIGNAL * s, and
-Adam's update is lr * m / sqrt(v) with m the moving average of g (0.9) and v = 1, its limit for such a gradient. Weights
-begin normally distributed, norms at one. At a learning rate of 3e-6 that changes about as many 16-bit weights per step as
-real training does (the bench prints the part); how well the changes are *coded* is measured on real training, in
-codec.py and history.py, not here.
+The tensors are SmolLM2-135M's. Per weight, the gradient is noise around a small mean of its own: g = n + SIGNAL
+* s, and Adam's update is lr * m / sqrt(v) with m the moving average of g (0.9) and v = 1, its limit for such a
+gradient. Weights begin normally distributed, norms at one. At a learning rate of 3e-6 that changes about as
+many 16-bit weights per step as real training does (the bench prints the part); how well the changes are *coded*
+is measured on real training, in codec.py and history.py, not here.
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ class Training:
         from transformers import LlamaForCausalLM
 
         with torch.device("meta"):
-            shapes = {name: tensor.shape for name, tensor in LlamaForCausalLM(smol_config()).named_parameters()}
+            shapes = {
+                name: tensor.shape for name, tensor in LlamaForCausalLM(smol_config()).named_parameters()
+            }
         self.rate = rate
         self._random = torch.Generator().manual_seed(seed)
         self._noise = torch.randn(NOISE, generator=self._random)
@@ -95,7 +97,7 @@ class Training:
             weights.sub_(momentum, alpha=self.rate)
 
     def _blocks(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        return zip(self.flat.split(BLOCK), self._momentum.split(BLOCK), strict=True)
+        return zip(torch.split(self.flat, BLOCK), torch.split(self._momentum, BLOCK), strict=True)
 
     def _stretch(self, size: int) -> torch.Tensor:
         at = int(torch.randint(0, NOISE - size + 1, (1,), generator=self._random).item())

@@ -1,0 +1,235 @@
+"""What 300 versions cost in the bucket, and what a late reader reads of it.
+
+The versions are those of a real model in real training (recording.py), published by the real Publisher, anchors
+included, with the real compactor after every commit, into a folder store that counts. Then
+
+    a reader with nothing             joins at the newest version
+    a reader 256 versions behind      goes on from the one it holds
+
+and the states of both must be the trainer's, bit for bit. ASYNC_RL_BENCH_RATES names other learning rates than
+the default (1e-6 and 1e-5 are of interest); a rate whose recording is not there is trained first, once.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from rich.console import Console
+
+from async_rl.store import ObjectInfo, ObjectStore, Upload, open_store
+from async_rl.store.base import Capabilities
+from async_rl.weights.config import WeightsConfig
+from async_rl.weights.lineage import Manifest, Way, claim, list_versions, read_manifest
+from async_rl.weights.run import RunInfo, ensure_run
+from async_rl.weights.subscriber import LocalVersion, Subscriber
+from async_rl.weights.ways import list_edges, read_way
+from tests.bench.claims import Claim
+from tests.bench.recording import load_table, play, record, recording
+from tests.weights_support import state_of, write_model_dir
+
+if TYPE_CHECKING:
+    from async_rl.weights.publisher import Publisher
+
+__all__ = ["run"]
+
+RATES = tuple(float(rate) for rate in os.environ.get("ASYNC_RL_BENCH_RATES", "3e-6").split(","))
+VERSIONS = 300
+BEHIND = 256
+CONFIG: dict[str, Any] = {}
+"""Settings of [weights] other than the defaults."""
+LIMIT_S = 150.0
+
+
+def run(scratch: Path, console: Console) -> list[Claim]:
+    claims = []
+    for rate in RATES:
+        record(rate, console.print)
+        claims += history(scratch / f"{rate:g}", rate, console)
+    return claims
+
+
+class CountingStore:
+    """Another store; counts the bytes of objects written and read."""
+
+    def __init__(self, inner: ObjectStore) -> None:
+        self.inner = inner
+        self.written = 0
+        self.read = 0
+
+    @property
+    def url(self) -> str:
+        return self.inner.url
+
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        self.inner.put(key, data)
+        self.written += len(data)
+
+    def put_if_absent(self, key: str, data: bytes | memoryview) -> None:
+        self.inner.put_if_absent(key, data)
+        self.written += len(data)
+
+    def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+        data = self.inner.get(key, start, length)
+        self.read += len(data)
+        return data
+
+    def head(self, key: str) -> ObjectInfo:
+        return self.inner.head(key)
+
+    def list_after(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
+        return self.inner.list_after(prefix, after)
+
+    def delete(self, key: str) -> None:
+        self.inner.delete(key)
+
+    def upload(self, key: str) -> Upload:
+        return _CountingUpload(self, self.inner.upload(key))
+
+    def probe(self) -> Capabilities:
+        return self.inner.probe()
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+class _CountingUpload:
+    def __init__(self, store: CountingStore, inner: Upload) -> None:
+        self._store, self._inner, self._bytes = store, inner, 0
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self._inner.write(data)
+        self._bytes += memoryview(data).nbytes
+
+    def commit(self) -> None:
+        self._inner.commit()
+        self._store.written += self._bytes
+
+    def __enter__(self) -> Upload:
+        self._inner.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._inner.__exit__(*error)
+
+
+def history(folder: Path, rate: float, console: Console) -> list[Claim]:
+    import msgspec
+    import torch
+
+    from async_rl.weights.compactor import Compactor
+    from async_rl.weights.publisher import Publisher
+
+    config = msgspec.convert(CONFIG, WeightsConfig)
+    table = load_table(recording(rate))
+    states = play(recording(rate))
+    state = next(states)  # changed in place
+    bits = torch.from_numpy(state.view(np.int16)).view(torch.bfloat16)
+    sizes = [spec.nbytes // 2 for spec in table]
+    parameters = {
+        spec.name: part.view(spec.shape) for spec, part in zip(table, torch.split(bits, sizes), strict=True)
+    }
+    store = CountingStore(open_store(f"file://{folder}/store"))
+    info = ensure_run(store, write_model_dir(folder / "model"), parameters)
+    behind = Subscriber(store, info, folder / "behind", config)
+    committed: list[Manifest] = []
+    took: Counter[str] = Counter()
+    with Publisher(store, info, claim(store), parameters, config, on_commit=committed.append) as publisher:
+        compactor = Compactor(store, info, config, folder / "compactor")
+        for number in range(VERSIONS):
+            if number:
+                _timed(took, "play", lambda: next(states))
+            _timed(took, "publish", lambda: _publish(publisher, number))  # noqa: B023
+            _timed(took, "compact", lambda: compactor.run(newest=committed[-1]))
+            if number == VERSIONS - 1 - BEHIND:
+                behind.fetch(committed[-1])
+    console.print(", ".join(f"{what} {seconds:.0f} s" for what, seconds in took.items()))
+    return [
+        *_written(store, rate, console),
+        *_joins(store, info, behind, committed[-1], state, folder, config, rate),
+    ]
+
+
+def _publish(publisher: Publisher, step: int) -> None:
+    publisher.publish(step)
+    publisher.flush()
+
+
+def _timed(took: Counter[str], what: str, function: Callable[[], object]) -> None:
+    began = time.monotonic()
+    function()
+    took[what] += time.monotonic() - began  # type: ignore[assignment]
+
+
+def _written(store: CountingStore, rate: float, console: Console) -> list[Claim]:
+    ways: list[tuple[str, Way]] = []
+    for version in list_versions(store):
+        way = read_manifest(store, version).way
+        ways.append(("delta" if way.base >= 0 else "full", way))
+    for edge in list_edges(store):
+        way = read_way(store, edge).way
+        ways.append((f"skip {edge.version - edge.base}" if way.base >= 0 else "full", way))
+    packs = {pack.key: (kind, pack.size) for kind, way in ways for pack in way.packs}
+    by_kind: Counter[str] = Counter()
+    for kind, size in packs.values():
+        by_kind[kind] += size
+    deltas = by_kind["delta"]
+    by_kind["records and the rest"] = store.written - sum(by_kind.values())
+    parts = ", ".join(f"{kind} {size / deltas:.2f}" for kind, size in sorted(by_kind.items()))
+    changed = sum(way.changed for kind, way in ways if kind == "delta")
+    console.print(
+        f"{deltas / 1e6:.1f} MB of deltas, {deltas / changed:.3f} bytes per changed weight, "
+        f"{changed / VERSIONS:.0f} changed per version"
+    )
+    return [
+        Claim(
+            f"lr {rate:g}: bytes written over {VERSIONS} versions / the deltas alone",
+            store.written / deltas,
+            "x",
+            at_most=3.0,
+            how=f"{deltas / 1e6:.0f} MB of deltas; {parts}",
+        )
+    ]
+
+
+def _joins(
+    store: CountingStore,
+    info: RunInfo,
+    behind: Subscriber,
+    newest: Manifest,
+    state: np.ndarray,
+    folder: Path,
+    config: WeightsConfig,
+    rate: float,
+) -> list[Claim]:
+    fulls = {edge.version: edge.nbytes for edge in list_edges(store) if edge.base < 0}
+    first = read_manifest(store, list_versions(store)[0])
+    anchor = {first.version: first.way.total_bytes, **fulls}[max([first.version, *fulls])]
+    claims = []
+    joiner = Subscriber(store, info, folder / "joiner", config)
+    for reader, who in ((joiner, "from nothing"), (behind, f"from {BEHIND} behind")):
+        before = store.read
+        local = reader.fetch(newest)
+        _check(info, local, state)
+        claims.append(
+            Claim(
+                f"lr {rate:g}: bytes read, {who} / the newest anchor's",
+                (store.read - before) / anchor,
+                "x",
+                at_most=1.2,
+                how=f"{local.path}, every object counted",
+            )
+        )
+        reader.close()
+    return claims
+
+
+def _check(info: RunInfo, local: LocalVersion, state: np.ndarray) -> None:
+    found = state_of(info, local.shards)
+    read = np.concatenate([found[spec.name].reshape(-1) for spec in info.tensors])
+    assert np.array_equal(read, state), f"version {local.version} differs from the trainer's state"
