@@ -2,17 +2,19 @@
 
 Each request of the scripted methods takes the next fault; when the script has run out, everything is passed
 on as it came (with its Host header, so signatures stay valid). `seen` holds them all: "GET /bucket/key".
+`faulty_s3.once("GET", "versions/0000000003.json", stale(None))` waits for the next request that names that object.
 """
 
 from __future__ import annotations
 
 import http.client
+import re
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 import pytest
 
@@ -30,7 +32,7 @@ class Handler(BaseHTTPRequestHandler):
         with proxy.lock:
             proxy.seen.append(f"{self.command} {urlsplit(self.path).path}")
             scripted = proxy.faults and self.command in proxy.methods
-            fault = proxy.faults.popleft() if scripted else pass_on
+            fault = proxy.faults.popleft() if scripted else proxy.cue_for(self.command, self.path)
         fault(self)
 
     do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _any
@@ -143,6 +145,46 @@ def answer(data: bytes) -> Fault:
     return fault
 
 
+def stale(before: bytes | None) -> Fault:
+    """A get's answer as it was before the object was written: other bytes (a range of them, if one was asked for), or
+    none."""
+
+    def fault(handler: Handler) -> None:
+        if before is None:
+            status(404, "NoSuchKey")(handler)
+            return
+        handler.body()
+        wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", handler.headers.get("Range") or "")
+        begin = int(wanted[1]) if wanted else 0
+        end = min(len(before), int(wanted[2]) + 1) if wanted and wanted[2] else len(before)
+        if begin >= len(before) > 0:
+            status(416, "InvalidRange")(handler)
+            return
+        handler.send_response_only(206 if wanted else 200)
+        handler.send_header("Last-Modified", "Thu, 01 Jan 2026 00:00:00 GMT")
+        if wanted:
+            handler.send_header("Content-Range", f"bytes {begin}-{end - 1}/{len(before)}")
+        handler.send_header("Content-Length", str(end - begin))
+        handler.end_headers()
+        handler.wfile.write(before[begin:end])
+
+    return fault
+
+
+def list_without(name: str) -> Fault:
+    """A listing as it was before the objects whose keys end with `name` were written."""
+
+    def fault(handler: Handler) -> None:
+        answer, data = handler.forward(handler.body())
+        entries = re.compile(rb"<Contents>(?:(?!</Contents>).)*?</Contents>", re.DOTALL)
+        ending = f"{name}</Key>".encode()
+        data = entries.sub(lambda match: b"" if ending in match[0] else match[0], data)
+        handler.reply_headers(answer, len(data))
+        handler.wfile.write(data)
+
+    return fault
+
+
 def slow_link(bytes_per_s: float) -> Fault:
     """Takes the request's body no faster than this."""
 
@@ -167,6 +209,7 @@ class FaultyS3:
         self.url = server.new_url()
         self.faults: deque[Fault] = deque()
         self.methods: tuple[str, ...] = ()
+        self.cues: list[tuple[str, str, Fault]] = []
         self.seen: list[str] = []
         self.lock = threading.Lock()
         self.released = threading.Event()
@@ -182,6 +225,19 @@ class FaultyS3:
     ) -> None:
         with self.lock:
             self.faults, self.methods, self.seen = deque(faults), methods, []
+
+    def once(self, method: str, part: str, fault: Fault) -> None:
+        """For the next such request whose path or query, unquoted, holds `part`."""
+        with self.lock:
+            self.cues.append((method, part, fault))
+
+    def cue_for(self, method: str, path: str) -> Fault:
+        """With the lock held."""
+        for cue in self.cues:
+            if cue[0] == method and cue[1] in unquote(path):
+                self.cues.remove(cue)
+                return cue[2]
+        return pass_on
 
     def close(self) -> None:
         self.released.set()

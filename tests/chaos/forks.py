@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
@@ -117,7 +116,11 @@ class Forks:
         self._changed = threading.Condition()
         self._starting = threading.Lock()
         self._started = 0
+        self._warm = False
         threading.Thread(target=self._listen, name="forks", daemon=True).start()
+        with self._changed:
+            self._changed.wait_for(lambda: self._warm or self._process.poll() is not None, LIMIT_S)
+        assert self._warm, f"the warm process did not start: it ended with {self._process.poll()}"
 
     def start(self, entry: str, **args: Any) -> Child:
         """`entry`: a module of this package with `main(link, args)`."""
@@ -132,7 +135,12 @@ class Forks:
             assert self._process.stdin is not None
             self._process.stdin.write(json.dumps(order).encode() + b"\n")
             self._process.stdin.flush()
-        connection, _ = listener.accept()
+        try:
+            connection, _ = listener.accept()
+        except TimeoutError as error:
+            raise AssertionError(
+                f"no process came from the warm one: it ended with {self._process.poll()}"
+            ) from error
         listener.close()
         link = Link(connection)
         hello = link.hear()
@@ -168,8 +176,14 @@ class Forks:
         for line in self._process.stdout:
             message = json.loads(line)
             with self._changed:
+                self._warm |= "warm" in message
+                if "warm" in message:
+                    self._changed.notify_all()
+                    continue
                 self._statuses[message["pid"]] = message["status"]
                 self._changed.notify_all()
+        with self._changed:
+            self._changed.notify_all()  # it is gone
 
 
 # ---------------------------------------------------------------- the warm process
@@ -177,6 +191,7 @@ class Forks:
 
 def serve() -> None:
     warm_up()
+    _say({"warm": os.getpid()})
     reaped, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake)
@@ -260,7 +275,6 @@ def warm_up() -> None:
         apply_tile(coded.mode, coded.data, base.copy(), 0)
     digest_of(base, TILE)
     assert threading.active_count() == 1, "the process that forks must have one thread"
-    _ = time.monotonic()
 
 
 if __name__ == "__main__":

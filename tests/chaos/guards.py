@@ -1,15 +1,23 @@
 """The guards of the product, each of which a process of the matrix can be started without: a guard that nothing
-misses is none."""
+misses is none.
+
+Every entry takes one guard away from this process, and nothing else, by replacing the function that it stands in.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
 
+import msgspec
+
+from async_rl.weights import fetch, follower, lineage, shadow, subscriber, ways
+from async_rl.weights.lineage import Manifest
 from tests.chaos.points import Points
 
 __all__ = ["GUARDS", "remove", "watch_apply"]
-
-GUARDS: dict[str, Callable[[], None]] = {}
 
 
 def remove(names: Iterable[str]) -> None:
@@ -17,5 +25,143 @@ def remove(names: Iterable[str]) -> None:
         GUARDS[name]()
 
 
+class _Equal(bytes):
+    """Equal to everything."""
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+    __hash__ = bytes.__hash__
+
+
+class _EqualText(str):
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+    __hash__ = str.__hash__
+
+
+class _EqualPair(tuple[int, int]):
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+    __hash__ = tuple.__hash__
+
+
+def _pack_hash() -> None:
+    """A pack's file is taken for what it is named after: that is the hash it should have."""
+
+    def named(path: Path) -> str:
+        match = re.search("[0-9a-f]{64}", path.name)
+        return match[0] if match else ""
+
+    fetch.sha256_of = named
+
+
+def _tile_hash() -> None:
+    original = shadow.tile_hash
+    shadow.tile_hash = lambda data: _Equal(original(data))
+    fetch.tile_hash = shadow.tile_hash
+
+
+def _tile_effect() -> None:
+    """That a tile changes as many elements, and moves the digest by as much, as its table says."""
+    original = shadow.apply_tile
+    shadow.apply_tile = lambda *args: _EqualPair(original(*args))
+
+
+def _state_digest() -> None:
+    """That the state's digest is the manifest's, after a full state was read or deltas were applied."""
+    original = lineage.read_manifest
+
+    def read(store: Any, version: int) -> Manifest:
+        manifest = original(store, version)
+        return msgspec.structs.replace(manifest, digest=_EqualText(manifest.digest))
+
+    for module in (lineage, subscriber):
+        module.read_manifest = read
+
+
+def _cache_rehash() -> None:
+    """That a cache folder's files are hashed before they are used again."""
+    original = follower.Follower._adopt
+
+    def adopt(self: follower.Follower) -> Any:
+        held = shadow.read_held(self._folder)
+        hashing = shadow.Mapped.digest
+        if held is not None:
+            shadow.Mapped.digest = lambda *_: int(held.digest, 16)
+        try:
+            return original(self)
+        finally:
+            shadow.Mapped.digest = hashing
+
+    follower.Follower._adopt = adopt
+
+
+def _torn_mark() -> None:
+    """That a shadow which is being changed says so."""
+    shadow.Shadow.begin = lambda self: None
+
+
+def _claims() -> None:
+    """That a version of a replaced trainer does not count."""
+    lineage.admissible = lambda manifest, claims: True
+    subscriber.admissible = lineage.admissible
+
+
+def _manifest_number() -> None:
+    """That a manifest is the one of the version asked for."""
+
+    def read(store: Any, version: int) -> Manifest:
+        return msgspec.json.decode(store.get(lineage.version_key(version)), type=Manifest)
+
+    for module in (lineage, subscriber, follower):
+        module.read_manifest = read
+
+
+def _way_key() -> None:
+    """That a further way is the one its key names."""
+    ways.way_key = lambda further: _EqualText("")
+
+
+GUARDS: dict[str, Callable[[], None]] = {
+    "hash of a pack": _pack_hash,
+    "hash of a tile": _tile_hash,
+    "effect of a tile": _tile_effect,
+    "digest of the state": _state_digest,
+    "rehash of the cache": _cache_rehash,
+    "mark of a torn shadow": _torn_mark,
+    "claims": _claims,
+    "number in a manifest": _manifest_number,
+    "key of a way": _way_key,
+}
+
+
 def watch_apply(points: Points) -> None:
-    """Points before, in and after every tile that is applied to a reader's shadow."""
+    """Points before, in and after every tile that is applied to a reader's shadow. In: half of what it changes stands
+    in the file already."""
+    original = shadow.apply_tile
+
+    def apply(mode: int, data: Any, values: Any, place: int) -> tuple[int, int]:
+        name = f"apply at {place}"
+        points.pass_by(name, "before")
+        if points.target == f"{name}: in":
+            changed = values.copy()
+            original(mode, data, changed, place)
+            values[: len(values) // 2] = changed[: len(values) // 2]
+        points.pass_by(name, "in")
+        done: tuple[int, int] = original(mode, data, values, place)
+        points.pass_by(name, "after")
+        return done
+
+    shadow.apply_tile = apply

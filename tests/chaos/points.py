@@ -48,7 +48,7 @@ class Points:
     ) -> None:
         self.seen: list[str] = []
         self._stop = stop
-        self._target, self._report = target, report
+        self.target, self._report = target, report
         self._counts: Counter[str] = Counter()
         self._lock = threading.RLock()
         self._first_version = 0
@@ -57,23 +57,22 @@ class Points:
 
     # ------------------------------------------------------------ names
 
-    def pass_by(self, name: str, moment: str = "") -> bool:
-        """Note a point. `moment`: one of several at the same place. Dies here if it is the target; True if the
-        target is another moment of this place (see `aims_at`)."""
+    def pass_by(self, name: str, moment: str = "") -> None:
+        """Note a point, `moment` being one of several at the same place. Dies here if it is the target."""
+        full = f"{name}: {moment}" if moment else name
         with self._lock:
-            self._counts[name] += 1
-            times = self._counts[name]
-        return self._at(name if times == 1 else f"{name} #{times}", moment)
+            self._counts[full] += 1
+            times = self._counts[full]
+        self._at(name if times == 1 else f"{name} #{times}", moment)
 
-    def _at(self, name: str, moment: str) -> bool:
+    def _at(self, name: str, moment: str) -> None:
         full = f"{name}: {moment}" if moment else name
         self.seen.append(full)
-        if full == self._target and self._stop:
+        if full == self.target and self._stop:
             self._report({"stopped": full})
             os.kill(os.getpid(), signal.SIGSTOP)
-        elif full == self._target:
+        elif full == self.target:
             self.die(full)
-        return bool(self._target) and self._target.startswith(f"{name}: ")
 
     def die(self, name: str) -> NoReturn:
         self._report({"killed": name})
@@ -102,7 +101,7 @@ class Points:
             self._at(name, "before")
             if request.method in ("PUT", "POST"):
                 for moment in ("in", "sent"):
-                    if f"{name}: {moment}" == self._target:
+                    if f"{name}: {moment}" == self.target:
                         _send_raw(request, half=moment == "in")
                     self._at(name, moment)
             answer = original(session, request)
@@ -124,6 +123,8 @@ class Points:
         elif "list-type" in query or not key:
             prefix = query.get("prefix", [""])[0].removeprefix(self._prefix).strip("/")
             key = f"list {prefix}"
+        if request.method == "DELETE":
+            key = key.partition("/")[0] + "/"  # in no order
         return f"{request.method} {self._relative(key)}"
 
     def _relative(self, key: str) -> str:
@@ -135,9 +136,14 @@ class Points:
         def incarnation(match: re.Match[str]) -> str:
             return "own" if int(match[0]) == self._incarnation else "other"
 
+        if match := re.match(r"packs/\d+-\d+-(skip|anchor)", key):
+            return f"packs/{match[1]}"  # which version gets one differs from life to life
+        if key.startswith("ways/"):
+            return "ways/full" if "-full-" in key else "ways/skip"
+        if match := re.match("(gc|clock|workers)", key):
+            return match[1]
         key = re.sub(r"(?<=^model/)[0-9a-f]{16}(?=/)", "hash", key)
         key = re.sub(r"^(incarnations/)\d{8}", r"\1new", key)
-        key = re.sub(r"^(ways/[-+0-9a-z]+-)\d+(?=-\d{8}\.json$)", r"\1bytes", key)
         key = re.sub(r"(?<!\d)\d{10}(?!\d)", version, key)
         return re.sub(r"(?<!\d)\d{8}(?!\d)", incarnation, key)
 

@@ -1,8 +1,7 @@
 """A trainer without a model: claims the run, goes on from its newest version, and does as it is told.
 
-Orders over the link: `{"do": "publish", "count": n}`, `{"do": "pause", "at": point}` (stops itself there, SIGSTOP),
-`{"do": "end"}`. It says `{"life": …}` before its first version, `{"committed": version}` after each, `{"seen": [...]}`
-at its end.
+Orders over the link: `{"do": "publish", "count": n}`, `{"do": "compact"}`, `{"do": "gc"}`, `{"do": "end"}`. It says
+`{"life": …}` before its first version, `{"committed": version}` after each, `{"seen": [...]}` at its end.
 """
 
 from __future__ import annotations
@@ -17,7 +16,8 @@ import torch
 
 from async_rl.errors import AsyncRLError
 from async_rl.store import ObjectStore, open_store
-from async_rl.weights import lineage
+from async_rl.weights import anchors, gc, lineage
+from async_rl.weights.compactor import Compactor
 from async_rl.weights.config import WeightsConfig
 from async_rl.weights.lineage import Manifest
 from async_rl.weights.publisher import Publisher
@@ -32,6 +32,7 @@ LIMIT_S = 30.0
 
 
 def main(link: Link, args: dict[str, Any]) -> None:
+    anchors._LOOK_EVERY = 1  # a look costs nothing here, and lives are short
     points = Points(args["target"], link.tell, stop=args["stop"])
     guards.remove(args["without"])
     points.watch_requests(args["url"].removeprefix("s3://").partition("/")[2], ("PUT", "POST", "DELETE"))
@@ -61,7 +62,7 @@ class _Trainer:
 
     def live(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
-            run = ensure_run(self._store, write_model_dir(Path(folder) / "model"), self._parameters)
+            self._run = ensure_run(self._store, write_model_dir(Path(folder) / "model"), self._parameters)
         self._claim = lineage.claim(self._store)
         self._points.numbered_from(self._claim.first_version, self._claim.incarnation)
         parent = self._newest()
@@ -71,7 +72,7 @@ class _Trainer:
         step = start[1]
         with Publisher(
             self._store,
-            run,
+            self._run,
             self._claim,
             self._parameters,
             self._config,
@@ -92,10 +93,19 @@ class _Trainer:
             self._parameters[name].view(torch.int16).copy_(torch.from_numpy(bits.view(np.int16)))
         publisher.publish(step)
         publisher.flush(LIMIT_S)
+        anchor = publisher._anchor_writer._thread
+        if anchor is not None:  # so that every life passes the same points in the same order
+            anchor.join(LIMIT_S)
         self._link.tell({"committed": publisher.committed, "step": step})
 
     def _keep_up(self, task: str) -> None:
-        raise ValueError(f"no such order: {task}")
+        if task == "gc":
+            gc.collect(self._store, self._config)
+        elif task == "compact":
+            with tempfile.TemporaryDirectory() as scratch:
+                Compactor(self._store, self._run, self._config, Path(scratch)).run()
+        else:
+            raise ValueError(f"no such order: {task}")
 
     def _newest(self) -> Manifest | None:
         """What a trainer restores: the newest version that counts and can be read."""

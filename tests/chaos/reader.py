@@ -12,6 +12,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from async_rl.errors import AsyncRLError
 from async_rl.store import open_store
 from async_rl.weights import lineage
@@ -27,10 +29,10 @@ from tests.weights_support import state_of
 def main(link: Link, args: dict[str, Any]) -> None:
     points = Points(args["target"], link.tell)
     guards.remove(args["without"])
-    reader = _Reader(args["url"], Path(args["folder"]))
+    reader = _Reader(args["url"], Path(args["folder"]), args["endpoint"])
     if args["watch"]:
         points.watch_requests(args["url"].removeprefix("s3://").partition("/")[2], ("GET", "HEAD"))
-        points.watch_files(Path(args["folder"]))
+        points.watch_files(Path(args["folder"]) / args["watch"])
         guards.watch_apply(points)
     while (order := link.hear()) is not None and order["do"] != "end":
         try:
@@ -43,8 +45,8 @@ def main(link: Link, args: dict[str, Any]) -> None:
 
 
 class _Reader:
-    def __init__(self, url: str, folder: Path) -> None:
-        self._store = open_store(url, STORE)
+    def __init__(self, url: str, folder: Path, endpoint: str) -> None:
+        self._store = open_store(url, msgspec.structs.replace(STORE, endpoint_url=endpoint))
         self._folder = folder
         self._open: dict[str, Subscriber] = {}
         self._run: RunInfo | None = None

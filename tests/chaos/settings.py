@@ -9,7 +9,7 @@ __all__ = ["PUBLISHING", "READING", "STORE"]
 
 PUBLISHING = WeightsConfig(
     pack_bytes=100_000,
-    delta_pack_bytes=2_000,
+    delta_pack_bytes=1_000,
     publish_limit_s=20.0,
     merge_after_s=0.0,
     anchor_every=4,

@@ -14,7 +14,7 @@ from async_rl.weights import lineage
 from async_rl.weights.lineage import Manifest
 from tests.chaos import toy
 from tests.chaos.forks import Child, Forks
-from tests.chaos.settings import STORE
+from tests.chaos.settings import PUBLISHING, STORE
 from tests.servers import S3Server
 
 __all__ = ["Trainer", "World", "Wrong"]
@@ -33,12 +33,15 @@ class World:
     ) -> None:
         self.url = server.new_url()
         self.store: ObjectStore = open_store(self.url, STORE)
+        self.prefix = self.url.removeprefix("s3://").partition("/")[2]
         self._forks, self._model, self._seed = forks, model, seed
         self.folder = folder / self.url.rpartition("/")[2]
         self.folder.mkdir()
         self.lives: dict[int, tuple[int, int]] = {}
         self._children: list[Child] = []
         self._reader: Child | None = None
+        self._copies = 0
+        self._manifests: dict[int, Manifest] = {}
 
     # ------------------------------------------------------------ trainers
 
@@ -78,11 +81,13 @@ class World:
     # ------------------------------------------------------------ readers
 
     def reader(
-        self, target: str = "", *, watch: bool = False, without: Iterable[str] = (), url: str = ""
+        self, target: str = "", *, watch: str = "", without: Iterable[str] = (), endpoint: str = ""
     ) -> Child:
+        """`watch`: the cache folder whose changes are points; empty: there are none."""
         child = self._forks.start(
             "reader",
-            url=url or self.url,
+            url=self.url,
+            endpoint=endpoint,
             folder=str(self.folder),
             target=target,
             watch=watch,
@@ -90,6 +95,17 @@ class World:
         )
         self._children.append(child)
         return child
+
+    def use_reader(self, *, without: Iterable[str]) -> None:
+        """The long-lived reader, started now and without these guards."""
+        self._reader = self.reader(without=without)
+
+    def copy_cache(self, template: str) -> str:
+        """A cache folder like this one, whose reader has closed it."""
+        self._copies += 1
+        name = f"{template}-{self._copies}"
+        shutil.copytree(self.folder / template, self.folder / name)
+        return name
 
     def ask(self, do: str, cache: str, **order: Any) -> dict[str, Any]:
         """The long-lived reader."""
@@ -144,13 +160,16 @@ class World:
             raise Wrong(f"{what}: a joiner got version {joined}, the newest is {newest}")
         return newest
 
-    def check_all(self, what: str) -> int:
-        """Every version that counts, each from nothing; how many."""
+    def check_recent(self, what: str) -> None:
+        """Every version that counts, each from nothing: those that garbage collection keeps must be right, older ones
+        right or refused."""
         truth = self.truth()
+        kept = sorted(truth)[-PUBLISHING.keep_versions :]
         for version in truth:
-            self.check(self.ask("read", "checker", version=version), truth, what)
+            answer = self.ask("read", "checker", version=version)
+            if version in kept or "error" not in answer:
+                self.check(answer, truth, what)
             self.ask("forget", "checker")
-        return len(truth)
 
     def close(self) -> None:
         for child in self._children:
@@ -176,6 +195,11 @@ class Trainer:
         self.seen: list[str] = []
         self.killed_at = ""
         self.error = ""
+        self.incarnation = -1
+
+    def resume(self) -> None:
+        """After it was stopped."""
+        self.child.signal(signal.SIGCONT)
 
     def hear(self) -> dict[str, Any] | None:
         """One more message, taken note of."""
@@ -184,6 +208,7 @@ class Trainer:
             return None
         if "life" in message:
             self._world.lives[message["life"]] = tuple(message["from"])
+            self.incarnation = message["life"]
         self.killed_at = message.get("killed", self.killed_at)
         self.seen = message.get("seen", self.seen)
         if "error" in message:
@@ -199,12 +224,17 @@ class Trainer:
 
     def publish(self, count: int = 1) -> list[int]:
         """The versions it has committed in answer."""
+        while not self.committed:  # the one it begins with
+            self._hear_on()
         before = len(self.committed)
         self.child.link.tell({"do": "publish", "count": count})
         while len(self.committed) < before + count:
-            if self.hear() is None or self.error:
-                raise Wrong(f"the trainer could not go on: {self.error or self.child.stderr()}")
+            self._hear_on()
         return self.committed[before:]
+
+    def _hear_on(self) -> None:
+        if self.hear() is None or self.error:
+            raise Wrong(f"the trainer could not go on: {self.error or self.child.stderr()}")
 
     def was_killed(self) -> bool:
         return self.child.wait() == -signal.SIGKILL
