@@ -35,7 +35,7 @@ from async_rl.weights.codec import Mode
 from async_rl.weights.config import WeightsConfig
 from async_rl.weights.deltas import DeltaPackWriter
 from async_rl.weights.files import disk_errors
-from async_rl.weights.gc import dead_edges
+from async_rl.weights.gc import Found, dead_edges
 from async_rl.weights.layers import Layer, Span, aligned, open_layer, recode
 from async_rl.weights.lineage import (
     Manifest,
@@ -173,6 +173,7 @@ class Compactor:
         self._unread: set[int] = set()
         self._useless: set[Skip] = set()
         self._states: dict[int, FlatState] = {}  # by span
+        self._tombstones: dict[int, Found] = {}
         self._places = places_of(run)
 
     def run(self, after: int = -1, newest: Manifest | None = None) -> list[Written]:
@@ -189,7 +190,7 @@ class Compactor:
         wanted = skips_wanted(chain, spans, after)
         if not wanted:
             return []
-        dead = dead_edges(self._store)
+        dead = dead_edges(self._store, self._tombstones)
         edges = {(edge.base, edge.version): edge for edge in self._edges(chain)}
         own = {(self._manifests[v].way.base, v): self._manifests[v].way.total_bytes for v in chain}
         sizes = {pair: nbytes for pair, nbytes in own.items() if pair[0] >= 0 and pair not in dead}
@@ -404,7 +405,7 @@ class Compactor:
         if state is None:
             folder = self._scratch / f"state-{skip.span}"
             state = self._states[skip.span] = FlatState(self._store, self._run, folder, self._config)
-        path = state.go_to(self._manifests[skip.base], dead_edges(self._store))
+        path = state.go_to(self._manifests[skip.base], dead_edges(self._store, self._tombstones))
         log.debug("weights for compaction", version=skip.base, path=path.describe())
         return state
 

@@ -212,7 +212,7 @@ class _Planner:
         usable = [w for w in facts.ways if w.counts and self._whole(w) and not (w.key and self._dead(w))]
         for way in usable:
             if self._is_young(way):
-                self._keep([way], "young")
+                self._keep([way], "young, or of the newest version")
         anchors = [way for way in usable if way.base == NOTHING and not self._dead(way)]
         anchors.sort(key=lambda way: way.version)
         dropped = set() if keep_anchors is None else set(anchors[1 : max(1, len(anchors) - keep_anchors)])
@@ -318,7 +318,7 @@ class _Planner:
         if self._dead(way):
             return None
         if self._is_young(way):
-            return "young"
+            return "young, or of the newest version"
         if not way.counts:
             return None
         if blocked:
@@ -500,9 +500,17 @@ def look(store: ObjectStore, report: Report | None = None) -> Facts:
     )
 
 
-def dead_edges(store: ObjectStore) -> frozenset[tuple[int, int]]:
-    """Edges (base, version) whose packs are gone or will be soon: no path may be planned over them."""
-    return fold(read_tombstones(store)).edges
+def dead_edges(store: ObjectStore, known: dict[int, Found] | None = None) -> frozenset[tuple[int, int]]:
+    """Edges (base, version) whose packs are gone or will be soon: no path should be planned over them.
+
+    Who asks often gives a dict of its own as `known`: tombstones never change, so each is read once.
+    """
+    infos = _numbered_infos(store.list_after(GC), GC)
+    if known is None:
+        return fold(_read_tombstones(store, infos)).edges
+    unread = {number: info for number, info in infos.items() if number not in known}
+    known.update({found.tombstone.number: found for found in _read_tombstones(store, unread)})
+    return fold(known.values()).edges
 
 
 def read_tombstones(store: ObjectStore) -> tuple[Found, ...]:

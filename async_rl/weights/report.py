@@ -65,7 +65,9 @@ class Row(Struct, frozen=True):
     changed: int | None  # weights that its own way changes; None: full
     changed_part: float | None  # of all weights
     bytes_per_changed: float | None
-    bases: tuple[int, ...]  # where its own way begins (-1: nothing), then where the further ones do
+    bases: tuple[
+        int, ...
+    ]  # where its own way begins (-1: nothing) unless that is gone, then where the further ones do
     gone: bool  # its own way was given up as garbage
     ignored: bool  # a replaced trainer wrote it
     digest: str
@@ -212,7 +214,7 @@ def list_rows(
                 changed=changed,
                 changed_part=None if changed is None else changed / max(1, weights),
                 bytes_per_changed=way.total_bytes / changed if changed else None,
-                bases=(way.base, *further),
+                bases=tuple(further) if number in gone else (way.base, *further),
                 gone=number in gone,
                 ignored=not admissible(manifest, claims),
                 digest=manifest.digest,

@@ -13,8 +13,9 @@ from async_rl.weights.config import WeightsConfig
 from async_rl.weights.gc import Facts, Found, Reachable, Tombstone, collect, dead_edges, plan
 from async_rl.weights.plan import find_path
 from async_rl.weights.readers import ReaderBeat, drop_beat, write_beat
+from async_rl.weights.subscriber import Subscriber
 from async_rl.weights.ways import list_edges
-from tests.weights_support import History, MemoryStore, ScriptedStore, raises
+from tests.weights_support import History, MemoryStore, ScriptedStore, raises, same_state, state_of
 
 CONFIG = WeightsConfig(keep_versions=3, gc_grace_s=100.0)
 
@@ -277,6 +278,19 @@ def test_a_reader_that_comes_between_the_phases_finds_its_way(tmp_path):
     collect(history.store, CONFIG)
     assert find_path(history.store, history.manifests[19], 2, avoid=dead_edges(history.store)).start == 2
     assert reachable(history, 19, held=2)
+
+
+def test_a_reader_that_was_away_goes_around_what_is_gone(tmp_path, caplog):
+    """It holds version 2; the chain from there was collected, the way by the anchor is left."""
+    history = run_of(tmp_path)
+    reader = Subscriber(history.store, history.run, tmp_path / "cache", CONFIG)
+    reader.fetch(history.manifests[2])
+    for _ in range(2):
+        collect(history.store, CONFIG)
+        later(history, 101)
+    local = reader.fetch(history.manifests[19])
+    assert same_state(state_of(history.run, local.shards), history.states[19])
+    assert len([each for each in caplog.records if "a way is of no use" in each.message]) == 1
 
 
 def test_a_checkpoints_version_can_still_be_the_base_of_an_empty_delta(tmp_path):
