@@ -31,17 +31,18 @@ from pathlib import Path
 from async_rl.errors import Corrupt, NotFound, WeightsError
 from async_rl.log import get_logger
 from async_rl.store.base import ObjectStore
-from async_rl.weights.codec.digest import MASK
 from async_rl.weights.config import WeightsConfig
 from async_rl.weights.deltas import Tile, check_tiles, read_table
 from async_rl.weights.fetch import BadPack, Fetcher, holds
 from async_rl.weights.files import FolderLock, disk_errors, write_at
+from async_rl.weights.gc import dead_edges
 from async_rl.weights.lineage import Manifest, Pack, read_manifest
 from async_rl.weights.packs import header
 from async_rl.weights.plan import NOTHING, Hop, find_path
 from async_rl.weights.plan import Path as Route
 from async_rl.weights.run import RunInfo
 from async_rl.weights.shadow import (
+    MASK,
     CodedTile,
     Mapped,
     Shadow,
@@ -127,11 +128,12 @@ class Follower:
         with self._mutex, disk_errors(self._folder, manifest.way.total_bytes):
             self._open()
             avoid: set[Edge] = set()
+            gone: frozenset[Edge] = frozenset()  # given up as garbage; asked for when something is missing
             reasons: list[str] = []
             said = _Monotone(progress)
             while True:
                 try:
-                    route = find_path(self._store, manifest, self.held, avoid=frozenset(avoid))
+                    route = self._plan(manifest, frozenset(avoid), gone)
                 except WeightsError as error:
                     if not reasons:
                         raise
@@ -142,6 +144,7 @@ class Follower:
                 except _BadEdge as bad:
                     log.warning("a way is of no use, looking for another", edge=bad.edge, reason=str(bad))
                     avoid.add(bad.edge)
+                    gone = dead_edges(self._store)
                     reasons.append(str(bad))
                 except _Spoilt as spoilt:
                     log.error(
@@ -156,6 +159,15 @@ class Follower:
             self._clear()
             assert self._shadow is not None
             return self._shadow, route
+
+    def _plan(self, manifest: Manifest, avoid: frozenset[Edge], gone: frozenset[Edge]) -> Route:
+        """Around what was given up as garbage, where that leaves a path: it may still be there."""
+        try:
+            return find_path(self._store, manifest, self.held, avoid=avoid | gone)
+        except WeightsError:
+            if not gone:
+                raise
+            return find_path(self._store, manifest, self.held, avoid=avoid)
 
     def scrub(self) -> bool:
         """Hash the whole shadow. False where it is not what it was: it is then dropped, and the next `reach` starts

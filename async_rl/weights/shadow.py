@@ -24,7 +24,6 @@ from msgspec import Struct
 
 from async_rl.errors import Corrupt
 from async_rl.weights.codec import TILE, apply_tile, digest_of
-from async_rl.weights.codec.digest import MASK
 from async_rl.weights.deltas import Tile, tile_hash
 from async_rl.weights.files import write_whole
 from async_rl.weights.packs import read_header
@@ -49,6 +48,9 @@ HELD = ".async-rl.json"
 
 _THREADS = max(2, min(8, len(os.sched_getaffinity(0))))
 """Of decoding and hashing. The kernels release the GIL; more than 8 are waiting for memory."""
+
+MASK = (1 << 64) - 1
+"""Digests are sums modulo 2^64."""
 
 Ranges = tuple[tuple[int, int], ...]
 """Per tensor of the run, in its order: first and last + 1 of the elements that are held."""
