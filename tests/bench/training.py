@@ -1,10 +1,10 @@
-"""A 135M-parameter model whose weights move as under Adam, without the forward pass: for benches of what follows it.
+"""Models whose weights move as under Adam, without the forward pass: for benches of what follows it.
 
-The tensors are SmolLM2-135M's. Per weight, the gradient is noise around a small mean of its own: g = n + SIGNAL
-* s, and Adam's update is lr * m / sqrt(v) with m the moving average of g (0.9) and v = 1, its limit for such a
-gradient. Weights begin normally distributed, norms at one. At a learning rate of 3e-6 that changes about as
-many 16-bit weights per step as real training does (the bench prints the part); how well the changes are *coded*
-is measured on real training, in codec.py and history.py, not here.
+Per weight, the gradient is noise around a small mean of its own, g = n + SIGNAL * s, and Adam's update is
+lr * m / sqrt(v) with m the moving average of g (0.9) and v = 1, its limit for such a gradient. Weights begin
+normally distributed, norms at one. At a learning rate of 3e-6 that changes 1.1 % of the 16-bit weights per step, and
+over 64 steps a quarter to a third of the sum of the single changes, as real training does (weight-store.md). How well
+changes are *coded* is measured on real training, in codec.py, not here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Training", "smol_config", "write_model_dir"]
+__all__ = ["SMALL", "SMOL", "Training", "model_config", "write_model_dir"]
 
 WEIGHT_STD = 0.05
 SIGNAL = 0.1
@@ -28,16 +28,24 @@ NOISE = 1 << 24
 """Normal numbers are drawn once; every block of weights takes a stretch from another place in every step."""
 
 
-def smol_config() -> Any:
+SMOL = {
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+}
+"""SmolLM2-135M's: 134.5 M weights."""
+SMALL = {**SMOL, "vocab_size": 12288, "num_hidden_layers": 4}
+"""21.2 M weights."""
+
+
+def model_config(shape: dict[str, int]) -> Any:
     from transformers import LlamaConfig
 
     return LlamaConfig(
-        vocab_size=49152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
+        **shape,
         max_position_embeddings=2048,
         tie_word_embeddings=True,
         bos_token_id=1,
@@ -46,11 +54,11 @@ def smol_config() -> Any:
     )
 
 
-def write_model_dir(folder: Path) -> Path:
+def write_model_dir(folder: Path, shape: dict[str, int] = SMOL) -> Path:
     """The model's folder without weights."""
     from transformers import GenerationConfig
 
-    config = smol_config()
+    config = model_config(shape)
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(folder)
     GenerationConfig.from_model_config(config).save_pretrained(folder)
@@ -60,12 +68,13 @@ def write_model_dir(folder: Path) -> Path:
 class Training:
     """`parameters`: tensor name -> float32 master, all of them views of `flat`, in order; `step` moves them."""
 
-    def __init__(self, rate: float, seed: int = 1) -> None:
+    def __init__(self, rate: float, shape: dict[str, int] = SMOL, seed: int = 1) -> None:
         from transformers import LlamaForCausalLM
 
         with torch.device("meta"):
-            shapes = {
-                name: tensor.shape for name, tensor in LlamaForCausalLM(smol_config()).named_parameters()
+            shapes: dict[str, torch.Size] = {
+                name: tensor.shape
+                for name, tensor in LlamaForCausalLM(model_config(shape)).named_parameters()
             }
         self.rate = rate
         self._random = torch.Generator().manual_seed(seed)
