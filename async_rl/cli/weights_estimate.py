@@ -99,6 +99,8 @@ def show(found: Estimate, console: Console, *, everything: bool) -> None:
                 f"{row.no_context_bytes:,.0f}" if sixteen else "",
                 f"{row.given_exponent_bytes:,.0f}" if sixteen else "",
             )
+        table.caption = "each coded by itself: the header and table of a pack, some 300 bytes, are in it"
+        table.caption_justify = "left"
         console.print(table)
         if len(shown) < len(rows):
             console.print(f"{len(rows) - len(shown)} more tensors: --tensors shows them, --json too")

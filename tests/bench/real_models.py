@@ -25,6 +25,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from async_rl.weights.files import part_file
+from async_rl.weights.packs import TensorSpec, header
+from async_rl.weights.statefiles import StateFiles
+
 __all__ = ["INSTALL", "MODELS", "Pair", "cache_folder", "load_pair", "make_pairs", "missing_packages"]
 
 RATES = (1e-7, 1e-6, 3e-6, 1e-5, 1e-4)
@@ -56,12 +60,9 @@ def cache_folder() -> Path:
 
 
 def load_pair(model: str, rate: float) -> Pair:
-    """A pair that make_pairs made. The arrays are read from the files, in memory."""
-    from safetensors.numpy import load_file
-
-    base = load_file(_file(model, rate, "base"))
-    new = load_file(_file(model, rate, "new"))
-    return Pair(model, rate, {name: (base[name], new[name]) for name in base})
+    """A pair that make_pairs made, mapped from its files (which `async-rl weights estimate` reads too)."""
+    base, new = (StateFiles(_file(model, rate, which)) for which in ("base", "new"))
+    return Pair(model, rate, {name: (base.bits(name), new.bits(name)) for name in base.tensors})
 
 
 def make_pairs(model: str, say: Callable[[str], None]) -> None:
@@ -78,8 +79,9 @@ def _file(model: str, rate: float, which: str) -> Path:
 
 def _train(model: str, rate: float) -> None:
     import torch
-    from safetensors.numpy import save_file
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     torch.manual_seed(1)
     net, batches, keep = MODELS[model].load()
     parameters = dict(net.named_parameters())
@@ -96,11 +98,15 @@ def _train(model: str, rate: float) -> None:
         if step == WARM_UP_STEPS:
             base = _bits(masters, keep)
         optimizer.step()
-    cache_folder().mkdir(parents=True, exist_ok=True)
-    save_file(base, _file(model, rate, "base"))
-    part = _file(model, rate, "new").with_suffix(f".{os.getpid()}.part")
-    save_file(_bits(masters, keep), part)
-    part.replace(_file(model, rate, "new"))  # last, whole: it says that the pair is there
+    _save(base, _file(model, rate, "base"))
+    _save(_bits(masters, keep), _file(model, rate, "new"))  # last: it says that the pair is there
+
+
+def _save(tensors: dict[str, np.ndarray], path: Path) -> None:
+    with part_file(path) as part, part.open("wb") as file:
+        file.write(header([TensorSpec(name, bits.shape) for name, bits in tensors.items()], "bfloat16"))
+        for bits in tensors.values():
+            file.write(bits)
 
 
 def _bits(masters: dict[str, Any], keep: Callable[[str], bool]) -> dict[str, np.ndarray]:
