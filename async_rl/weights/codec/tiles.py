@@ -28,6 +28,9 @@ __all__ = [
 TILE = 1 << 20
 """Elements. Tiles of a tensor begin at multiples of it; a rank's rows may cut one in two."""
 
+SMALL_FROM = 64
+"""Changes in a tile. With fewer, telling the exponents' probabilities costs more than it saves."""
+
 Steps = tuple[np.ndarray, np.ndarray]
 """Positions uint32 [k], ascending, and steps int16 [k], none of them 0."""
 
@@ -61,14 +64,26 @@ def encode_tile(base: np.ndarray, new: np.ndarray, place: int, *, small: bool = 
     steps = np.empty(len(positions), np.int16)
     moved = int(elements.measure(base, new, place, positions, steps))
     mode, data = encode_steps(positions, steps, len(base))
+    if small and len(positions) >= SMALL_FROM:
+        from async_rl.weights.codec import contexts
+
+        smaller = contexts.encode_small(base, positions, steps)
+        if len(smaller) < len(data):
+            mode, data = Mode.SMALL, smaller
     return CodedTile(mode, data, len(positions), moved)
 
 
 def apply_tile(mode: int, data: bytes | memoryview, values: np.ndarray, place: int) -> tuple[int, int]:
     """Change `values` in place; (changed, moved) as found. Raises Corrupt, with `values` as they were."""
-    from async_rl.weights.codec import elements
+    from async_rl.weights.codec import contexts, elements
 
-    positions, steps = tile_steps(mode, data, len(values))
+    if mode == Mode.SMALL:
+        found = contexts.decode_small(np.frombuffer(data, np.uint8), values)
+        if found is None:
+            raise Corrupt(f"a coded tile of mode {mode}, {len(data)} bytes, contradicts itself or its base")
+        positions, steps = found
+    else:
+        positions, steps = tile_steps(mode, data, len(values))
     return len(positions), int(elements.apply(values, positions, steps, place))
 
 
