@@ -2,11 +2,20 @@
 
 The unit is a tile: up to TILE consecutive elements of one tensor. All arrays are uint16 [n], the weights' bits.
 
-digest.py   the digest of a state, which a change can update
-tiles.py    tile -> bytes -> tile; the modes
+digest.py    the digest of a state, which a change can update
+tiles.py     tile -> bytes -> tile; the choice of a mode; composition
+steps.py     the modes that can be read without the base: gaps and steps, or a step for every element
+contexts.py  the small mode: what changes is told by what the base is
+numbers.py   sequences of numbers -> sections of bytes near their entropy
+tables.py    frequencies of symbols: chosen, written, read
+rans.py      numbers as symbols, symbols as states and words
+elements.py  passes over the weights themselves
+jit.py       how kernels are compiled, and vectors
+planes.py    tensors of other widths
 """
 
 from async_rl.weights.codec.digest import digest_of
+from async_rl.weights.codec.planes import apply_planes, encode_planes
 from async_rl.weights.codec.tiles import (
     TILE,
     CodedTile,
@@ -23,8 +32,10 @@ __all__ = [
     "CodedTile",
     "Mode",
     "add_steps",
+    "apply_planes",
     "apply_tile",
     "digest_of",
+    "encode_planes",
     "encode_steps",
     "encode_tile",
     "tile_steps",
