@@ -9,12 +9,14 @@ next version, a run that goes on. Cases of one kind share a run where they can: 
 from __future__ import annotations
 
 import os
+import re
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,6 +50,13 @@ LIVES_TO_TRY = 4
 
 VERSIONS_TO_RECOVER = 8
 """After damage the reader must be right again within so many further versions: an anchor comes every fourth."""
+
+
+IN_PARTS = re.compile(" (begin|part|finish|abort)")
+"""Requests of an upload in several parts."""
+
+SIDE_BY_SIDE = 2
+"""Runs that are played at once."""
 
 
 class Case(NamedTuple):
@@ -90,33 +99,45 @@ class Bench:
 
     # ------------------------------------------------------------ the trainer is killed
 
-    def first_life_killed(self) -> None:
+    def first_life_killed(self, model: str = "small") -> None:
         """While there is no run yet, or no version: each in a run of its own."""
-        with self.world() as world:
+        kind = f"trainer killed, first life, {model} model"
+        with self.world(model) as world:
             points = _moments(world.live([]).seen)
-        for point in points[self._part]:
-            with self.case("trainer killed, first life", point), self.world() as world:
+        if model == "large":  # what the small one has is not repeated
+            points = [point for point in points if IN_PARTS.search(point)]
+
+        def play(point: str) -> None:
+            with self.case(kind, point), self.world(model) as world:
                 _die(world, (), point)
                 world.check_newest(point)
                 world.live([{"do": "publish"}])
                 if world.check_newest(point, cache="late") < 1:
                     raise Wrong("the run did not go on")
 
+        with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
+            list(pool.map(play, points[self._part]))
+
     def later_life_killed(self, model: str = "small") -> None:
         """At every request of a trainer that goes on from another's version."""
-        kind = f"trainer killed, {model} model"
         with self.world(model) as world:
             world.live(LIFE)
             points = _moments(world.live(LIFE).seen)
-            if model == "large":  # what the small one has is not repeated
-                points = [
-                    point
-                    for point in points
-                    if " part " in point or " begin" in point or " finish" in point
-                ]
-            for point in points[self._part]:
-                before = max(world.truth(), default=-1)
+        if model == "large":
+            points = [point for point in points if IN_PARTS.search(point)]
+        points = points[self._part]
+        with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
+            shares = [points[number::SIDE_BY_SIDE] for number in range(SIDE_BY_SIDE)]
+            list(pool.map(lambda share: self._die_again_and_again(model, share), shares))
+
+    def _die_again_and_again(self, model: str, points: Sequence[str]) -> None:
+        """In one run: every trainer goes on from what the one killed before it has left."""
+        kind = f"trainer killed, {model} model"
+        with self.world(model) as world:
+            world.live(LIFE)
+            for point in points:
                 with self.case(kind, point):
+                    before = max(world.truth())
                     _die(world, LIFE, point)
                     after = world.check_newest(point)
                     if after < before:
@@ -427,6 +448,7 @@ def bench(seed: int = 1, part: int = 0, parts: int = 1) -> Iterator[Bench]:
 
 SUITES: dict[str, Callable[[Bench], None]] = {
     "first life": Bench.first_life_killed,
+    "first life, large": lambda each: each.first_life_killed("large"),
     "later life": Bench.later_life_killed,
     "later life, large": lambda each: each.later_life_killed("large"),
     "reader from nothing": lambda each: each.reader_killed("nothing"),

@@ -136,8 +136,8 @@ class Points:
         def incarnation(match: re.Match[str]) -> str:
             return "own" if int(match[0]) == self._incarnation else "other"
 
-        if match := re.match(r"packs/\d+-\d+-(skip|anchor)", key):
-            return f"packs/{match[1]}"  # which version gets one differs from life to life
+        if match := re.match(r"packs/\d+-\d+-(skip|anchor)\S*( .*)?", key):
+            return f"packs/{match[1]}{match[2] or ''}"  # which version gets one differs from life to life
         if key.startswith("ways/"):
             return "ways/full" if "-full-" in key else "ways/skip"
         if match := re.match("(gc|clock|workers)", key):
@@ -176,7 +176,7 @@ def _for_writing(args: tuple[Any, ...]) -> bool:
 def _plain(path: str) -> str:
     """Without what differs from run to run: ids, process numbers."""
     path = re.sub(r"[0-9a-f]{32}", "id", path)
-    return re.sub(r"\.\d+-[0-9a-f]{8}(?=\.)", "", path)
+    return re.sub(r"\.(\d+-)?[0-9a-f]{8}(?=\.)", "", path)
 
 
 def _send_raw(request: Any, *, half: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import signal
+import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -41,6 +42,7 @@ class World:
         self._children: list[Child] = []
         self._reader: Child | None = None
         self._copies = 0
+        self._asking = threading.Lock()
         self._manifests: dict[int, Manifest] = {}
 
     # ------------------------------------------------------------ trainers
@@ -102,31 +104,32 @@ class World:
 
     def copy_cache(self, template: str) -> str:
         """A cache folder like this one, whose reader has closed it."""
-        self._copies += 1
-        name = f"{template}-{self._copies}"
+        with self._asking:
+            self._copies += 1
+            name = f"{template}-{self._copies}"
         shutil.copytree(self.folder / template, self.folder / name)
         return name
 
     def ask(self, do: str, cache: str, **order: Any) -> dict[str, Any]:
         """The long-lived reader."""
-        if self._reader is None:
-            self._reader = self.reader()
-        return self._reader.ask(do=do, cache=cache, **order)
+        with self._asking:
+            if self._reader is None:
+                self._reader = self.reader()
+            return self._reader.ask(do=do, cache=cache, **order)
 
     # ------------------------------------------------------------ the checker
 
-    def manifests(self) -> dict[int, Manifest]:
-        """The versions that count, as they stand in the store."""
-        numbers = lineage.list_versions(self.store)
-        claims = lineage.read_claims(self.store)
-        found = [lineage.read_manifest(self.store, number) for number in numbers]
-        return {each.version: each for each in found if lineage.admissible(each, claims)}
-
     def truth(self) -> dict[int, str]:
-        """The hash of every version that counts."""
+        """The hash of every version that counts, by the manifests in the store. What was read once is not read again:
+        a manifest that is damaged later does not change the truth."""
+        claims = lineage.read_claims(self.store)
+        for number in lineage.list_versions(self.store):
+            if number not in self._manifests:
+                self._manifests[number] = lineage.read_manifest(self.store, number)
         return {
-            version: self.expected(each.incarnation, each.step)
-            for version, each in self.manifests().items()
+            number: self.expected(each.incarnation, each.step)
+            for number, each in self._manifests.items()
+            if lineage.admissible(each, claims)
         }
 
     def expected(self, incarnation: int, step: int) -> str:
