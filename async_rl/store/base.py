@@ -54,7 +54,9 @@ class Capabilities(Struct, frozen=True):
 class Upload(Protocol):
     """A streaming upload: nothing is visible until `commit`; leaving the context without it aborts."""
 
-    def write(self, data: bytes | bytearray | memoryview) -> None: ...
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """What is behind a read-only view must not change before the upload has ended: it need not be copied."""
+        ...
 
     def commit(self) -> None: ...
 

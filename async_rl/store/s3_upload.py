@@ -1,10 +1,14 @@
-"""A streaming upload to S3 in bounded memory: parts travel in parallel while later ones are written."""
+"""A streaming upload to S3 in bounded memory: parts travel in parallel while later ones are written.
+
+Copying costs as much as sending (fresh memory is touched page by page), so what can't change is not copied: a part
+is a list of views, sent one after another.
+"""
 
 from __future__ import annotations
 
-import io
+import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from types import TracebackType
 from typing import Any
@@ -23,6 +27,9 @@ MAX_PARTS = 10_000
 """S3's limit."""
 MOST_IN_FLIGHT = 4
 """Parts held in memory while they travel; with four of them a connection's pauses are well covered."""
+
+BLOCK_BYTES = 256 << 10
+"""What one read of a body gives, so what one send takes: each has the socket's timeout to itself."""
 
 
 class S3Upload:
@@ -47,7 +54,8 @@ class S3Upload:
         self._call = call
         self._part_bytes = part_bytes
         self._in_flight = min(parallel, MOST_IN_FLIGHT)
-        self._buffer = bytearray()
+        self._pieces: list[memoryview] = []  # of the part that fills
+        self._filled = 0
         self._size = 0
         self._id = ""
         self._pool: ThreadPoolExecutor | None = None
@@ -58,28 +66,31 @@ class S3Upload:
         self._done = False
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Takes a copy. Waits for: room among the parts in flight. Raises what one of them met."""
+        """Takes a copy, except of bytes and of read-only views: who passes such a view promises that what is behind
+        it does not change before the upload has ended. Waits for: room among the parts in flight. Raises what one
+        of them met."""
         self._require_open()
         view = memoryview(data).cast("B")
         self._size += len(view)
         while len(view):
-            room = self._part_bytes - len(self._buffer)
-            self._buffer += view[:room]
-            view = view[room:]
-            if len(self._buffer) == self._part_bytes:
+            room = self._part_bytes - self._filled
+            piece, view = view[:room], view[room:]
+            self._pieces.append(piece if piece.readonly else memoryview(bytes(piece)))
+            self._filled += len(piece)
+            if self._filled == self._part_bytes:
                 self._send()
 
     def commit(self) -> None:
         """Waits for: every part to be stored. Then the object is visible, whole."""
         self._require_open()
         if not self._id:
-            body = self._buffer
+            pieces = self._pieces
             self._call(
                 f"write {self._name}",
-                lambda: self._client.put_object(**self._target, Body=io.BytesIO(body)),
+                lambda: self._client.put_object(**self._target, Body=PartBody(pieces)),
             )
         else:
-            if self._buffer:
+            if self._pieces:
                 self._send()
             while self._waiting:
                 self._wait_for_one()
@@ -117,14 +128,14 @@ class S3Upload:
         while len(self._waiting) >= self._in_flight:
             self._wait_for_one()
         self._parts += 1
-        self._waiting.add(self._pool.submit(self._send_part, self._parts, self._buffer))
-        self._buffer = bytearray()
+        self._waiting.add(self._pool.submit(self._send_part, self._parts, self._pieces))
+        self._pieces, self._filled = [], 0
 
-    def _send_part(self, number: int, part: bytearray) -> None:
+    def _send_part(self, number: int, pieces: list[memoryview]) -> None:
         def attempt() -> Any:
             if self._given_up.is_set():
                 raise StoreError(f"the upload of {self._name} was given up")
-            body = io.BytesIO(part)
+            body = PartBody(pieces)
             return self._client.upload_part(**self._target, UploadId=self._id, PartNumber=number, Body=body)
 
         self._etags[number] = self._call(f"write part {number} of {self._name}", attempt)["ETag"]
@@ -177,7 +188,42 @@ class S3Upload:
             log.warning("an unfinished upload stays in the store", name=self._name, error=str(error))
 
     def _shut(self) -> None:
-        self._buffer = bytearray()
+        self._pieces, self._filled = [], 0
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
             self._pool = None
+
+
+class PartBody:
+    """Views one after another, as the file that boto3 reads: to sign it, to know its size, and to send it."""
+
+    def __init__(self, pieces: Sequence[memoryview]) -> None:
+        self._pieces = pieces
+        self._size = sum(len(piece) for piece in pieces)
+        self._index = 0  # of the piece that is read next
+        self._at = 0  # byte in it
+        self._place = 0  # byte in all
+
+    def read(self, size: int = -1) -> bytes | memoryview:
+        """The next block, of at most BLOCK_BYTES: b"" at the end. It may be longer than `size`: http.client asks for
+        16 KiB at a time and sends what it gets; as many system calls as that would cost more than the bytes."""
+        while self._index < len(self._pieces):
+            block = self._pieces[self._index][self._at : self._at + BLOCK_BYTES]
+            if len(block):
+                self._at += len(block)
+                self._place += len(block)
+                return block
+            self._index, self._at = self._index + 1, 0
+        return b""
+
+    def tell(self) -> int:
+        return self._place
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._place, os.SEEK_END: self._size}[whence]
+        self._place = min(max(0, start + offset), self._size)
+        self._index, self._at = 0, self._place
+        while self._index < len(self._pieces) and self._at >= len(self._pieces[self._index]):
+            self._at -= len(self._pieces[self._index])
+            self._index += 1
+        return self._place

@@ -100,17 +100,23 @@ class WholeDraft:
         self.upload_s = 0.0
 
     def attempt(self) -> AsyncRLError | None:
-        if self._digest is None:
-            self._digest = state_digest(self._ranks, self._run, self._shards, self._state)
-        if self._verdict is None:
-            failure = self._judge(self._digest)
+        if self._parent >= 0:
+            if self._digest is None:
+                self._digest = state_digest(self._ranks, self._run, self._shards, self._state)
             if self._verdict is None:
-                return failure
-        if self._verdict.same:
-            self.finished = Finished(Way(base=self._parent, packs=(), total_bytes=0), self._digest)
-            return None
+                failure = self._judge(self._digest)
+                if self._verdict is None:
+                    return failure
+            if self._verdict.same:
+                self.finished = Finished(Way(base=self._parent, packs=(), total_bytes=0), self._digest)
+                return None
         started = time.monotonic()
-        failure = self._full.send(self._state, self._whole, self._key)
+        with ThreadPoolExecutor(1, thread_name_prefix="digest") as beside:
+            if self._digest is None:
+                rows = beside.submit(_digest_of_rows, self._run, self._shards, self._state)
+            failure = self._full.send(self._state, self._whole, self._key)
+            if self._digest is None:
+                self._digest = _total(self._ranks, rows.result())
         self.upload_s += time.monotonic() - started
         way = self._full.way(self._whole, self._key)
         if way is not None:
@@ -157,7 +163,10 @@ class _Digest(Struct, frozen=True):
 
 def state_digest(ranks: Ranks, run: RunInfo, shards: Shards, state: State) -> int:
     """Collective: of the whole state."""
-    part = _digest_of_rows(run, shards, state)
+    return _total(ranks, _digest_of_rows(run, shards, state))
+
+
+def _total(ranks: Ranks, part: int) -> int:
     return sum(each.part for each in exchange(ranks, _Digest(part))) & _MASK
 
 

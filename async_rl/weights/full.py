@@ -4,10 +4,10 @@
     each owner      a thread per pack   SHA-256 beside the upload of its parts
 
 No rank ever holds more of the model than its own shards, the blocks on their way, and the parts its uploads have
-in flight: an owner has at most two packs open, one that is being finished and one that fills, so this is never
-more than two packs. All ranks follow one schedule, so a rank whose store fails goes on receiving (and throws
-away) until the end of the attempt, where everyone learns of it; the next attempt sends only the packs that are
-not whole yet.
+in flight: an owner has few packs open, the last one fills while those before it are being finished; together they
+hold 128 MiB or so, and never more than two packs of pack_bytes. All ranks follow one schedule, so a rank whose store
+fails goes on receiving (and throws away) until the end of the attempt, where everyone learns of it; the next attempt
+sends only the packs that are not whole yet.
 """
 
 from __future__ import annotations
@@ -46,7 +46,11 @@ BLOCK_BYTES = 8 << 20
 _BLOCKS_WAITING = 2
 """Blocks between the thread that receives and the one that hashes and uploads."""
 
-_OPEN_PACKS = 2
+_IN_FLIGHT_BYTES = 128 << 20
+"""Small packs: so many are open at once as these bytes allow, at least two. (Of a large one, parts of 64 MiB or so
+are in flight.)"""
+
+_OPEN_PACKS_MAX = 8
 
 _AGREE_BYTES = 256 << 20
 """So often ranks agree on whether to go on: a second or two at a trainer's usual bandwidth."""
@@ -69,6 +73,8 @@ class FullPacks:
         self._store, self._ranks, self._shards = store, ranks, shards
         self.plans: tuple[PackPlan, ...] = plan_packs(run.tensors, run.dtype, pack_bytes)
         self._owners = assign_owners([plan.nbytes for plan in self.plans], ranks.size)
+        largest = max(plan.nbytes for plan in self.plans)
+        self._open_packs = min(_OPEN_PACKS_MAX, max(2, _IN_FLIGHT_BYTES // largest))
 
     @property
     def nbytes(self) -> int:
@@ -110,13 +116,13 @@ class FullPacks:
                 continue
             owned = transfer.owner == self._ranks.rank
             if owned and transfer.first:
-                finish(_OPEN_PACKS - 1)
+                finish(self._open_packs - 1)
                 writer = _PackWriter(self._store, key(transfer.owner, transfer.pack))
                 writer.write(self.plans[transfer.pack].header)
                 writers.append((transfer.pack, writer))
             self._move(state, transfer, writers[-1][1] if owned else None)
             if owned:
-                writers[-1][1].then(partial(sent, transfer.tensor.name))
+                writers[-1][1].afterwards(partial(sent, transfer.tensor.name))
                 if transfer.last:
                     writers[-1][1].end()
             else:
@@ -173,18 +179,19 @@ class _PackWriter:
         self._sha256 = hashlib.sha256()
         self._digest = ""
         self._ended = False
-        self._queue: queue.Queue[memoryview | Callable[[], None] | _End] = queue.Queue(_BLOCKS_WAITING)
+        self._acts: list[Callable[[], None]] = []
+        self._queue: queue.Queue[memoryview | _End] = queue.Queue(_BLOCKS_WAITING)
         self._thread = threading.Thread(target=self._run, name=f"write {key}", daemon=True)
         self._thread.start()
 
     def write(self, data: bytes | memoryview) -> None:
-        """`data` must stay as it is until what comes after it has begun. Waits for: room in the queue, which the
-        limits of the store bound."""
-        self._queue.put(memoryview(data))
+        """`data` must stay as it is until the pack has ended: it is not copied. Waits for: room in the queue, which
+        the limits of the store bound."""
+        self._queue.put(memoryview(data).toreadonly())
 
-    def then(self, act: Callable[[], None]) -> None:
-        """Called once all that was written before was read."""
-        self._queue.put(act)
+    def afterwards(self, act: Callable[[], None]) -> None:
+        """Called when the pack has ended, however it ends, and what was written to it is needed no more."""
+        self._acts.append(act)
 
     def end(self, *, abandon: bool = False) -> None:
         """Nothing more comes: make the pack visible, or don't."""
@@ -198,18 +205,19 @@ class _PackWriter:
         return self._digest or None
 
     def _run(self) -> None:
+        try:
+            self._write_all()
+        finally:
+            for act in self._acts:
+                act()
+
+    def _write_all(self) -> None:
         with ExitStack() as context:
             upload = self._guard(lambda: context.enter_context(self._store.upload(self._key)), context)
-            while True:
-                item = self._queue.get()
-                if isinstance(item, _End):
-                    break
-                if not isinstance(item, memoryview):
-                    item()
-                elif upload is not None and self.failure is None:
+            while isinstance(item := self._queue.get(), memoryview):
+                if upload is not None and self.failure is None:
                     self._guard(partial(upload.write, item), context)
-                    if self.failure is None:
-                        self._sha256.update(item)
+                    self._sha256.update(item)  # while the parts before it travel
             if upload is None or self.failure is not None or item.abandon:
                 return
             self._guard(upload.commit, context)
