@@ -13,7 +13,8 @@ from typing import Any
 
 import msgspec
 
-from async_rl.weights import fetch, follower, lineage, shadow, subscriber, ways
+from async_rl.store.s3 import S3Store
+from async_rl.weights import fetch, follower, lineage, shadow, subscriber
 from async_rl.weights.lineage import Manifest
 from tests.chaos.points import Points
 
@@ -129,9 +130,76 @@ def _manifest_number() -> None:
         module.read_manifest = read
 
 
-def _way_key() -> None:
-    """That a further way is the one its key names."""
-    ways.way_key = lambda further: _EqualText("")
+def _packs_first() -> None:
+    """That a version's packs are whole before its manifest is put."""
+    later: list[tuple[S3Store, str, bytes]] = []
+    put, create = S3Store.put, S3Store.put_if_absent
+
+    class Later:
+        def __init__(self, store: S3Store, key: str) -> None:
+            self._store, self._key, self._data = store, key, bytearray()
+
+        def write(self, data: bytes | bytearray | memoryview) -> None:
+            self._data += data
+
+        def commit(self) -> None:
+            later.append((self._store, self._key, bytes(self._data)))
+
+        def __enter__(self) -> Later:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    def create_first(self: S3Store, key: str, data: bytes) -> None:
+        create(self, key, data)
+        while later:
+            put(*later.pop(0))
+
+    S3Store.upload = lambda self, key: Later(self, key)
+    S3Store.put_if_absent = create_first
+
+
+def _promotion() -> None:
+    """That the publisher's baseline moves only after the commit."""
+    from async_rl.weights import publisher
+
+    original = publisher.Publisher._until_committed
+
+    def promote_first(self: Any, version: int, step: int, draft: Any, started: float) -> Any:
+        before = self._baseline
+        failure = draft.attempt()
+        if before is not None and failure is None and draft.finished is not None:
+            state = draft._packs._new
+            self._baseline = publisher._Baseline(before.version, draft.finished.digest, state.share())
+        return original(self, version, step, draft, started)
+
+    publisher.Publisher._until_committed = promote_first
+
+
+def _conditional_put() -> None:
+    """That a manifest never replaces one that is there."""
+    create = S3Store.put_if_absent
+
+    def replace(self: S3Store, key: str, data: bytes) -> None:
+        if key.startswith("versions/"):
+            self.put(key, data)
+        else:
+            create(self, key, data)
+
+    S3Store.put_if_absent = replace
+
+
+def _fence() -> None:
+    """That a trainer looks for newer claims around its commit."""
+    lineage.check_not_fenced = lambda store, ours: None
+
+
+def _kept_paths() -> None:
+    """That garbage collection keeps whole paths."""
+    from async_rl.weights import gc
+
+    gc._Planner._keep_paths = lambda self, usable, dropped, keep_versions: False
 
 
 GUARDS: dict[str, Callable[[], None]] = {
@@ -143,7 +211,11 @@ GUARDS: dict[str, Callable[[], None]] = {
     "mark of a torn shadow": _torn_mark,
     "claims": _claims,
     "number in a manifest": _manifest_number,
-    "key of a way": _way_key,
+    "packs before the manifest": _packs_first,
+    "promotion after the commit": _promotion,
+    "conditional put": _conditional_put,
+    "fence": _fence,
+    "kept paths": _kept_paths,
 }
 
 

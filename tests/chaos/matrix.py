@@ -197,14 +197,17 @@ class Bench:
 
     # ------------------------------------------------------------ damaged objects
 
-    def damaged(self, kinds: Sequence[str] = ()) -> None:
+    def damaged(self) -> None:
+        with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
+            shares = [OBJECTS[number::SIDE_BY_SIDE] for number in range(SIDE_BY_SIDE)]
+            list(pool.map(self._damaged, shares))
+
+    def _damaged(self, objects: Sequence[tuple[str, str]]) -> None:
         with self.world() as world:
             trainer = world.trainer()
             trainer.publish(6)
             world.check_newest("before")
-            for kind, region in OBJECTS:
-                if kinds and kind not in kinds:
-                    continue
+            for kind, region in objects:
                 for damage in DAMAGES:
                     if region not in ("", "tiles") and damage != "one bit flipped":
                         continue
@@ -307,6 +310,9 @@ class Bench:
         for point in points[self._part]:
             with self.case("two trainers", f"the first one stopped at {point}"), self.world() as world:
                 play_two_trainers(world, point)
+        name = "a zombie commits before the second one's first version"
+        with self.case("two trainers", name), self.world() as world:
+            play_zombie(world)
 
 
 def play_two_trainers(
@@ -316,10 +322,7 @@ def play_two_trainers(
     old = world.trainer(point, stop=True, without=without)
     old.child.link.tell({"do": "publish", "count": 3})
     old.child.link.tell({"do": "end"})
-    while (message := old.hear()) is not None and "stopped" not in message:
-        pass
-    if message is None:
-        raise Wrong(f"the first trainer did not come to this point: {old.child.stderr()}")
+    _until_stopped(old)
     world.check_newest("while the first one stands still")
     new = world.trainer()
     while new.hear() is not None and not new.committed:  # it has taken the run
@@ -337,6 +340,34 @@ def play_two_trainers(
     new.publish(2)
     world.check_newest("in the end")
     world.check_recent("in the end")
+
+
+def play_zombie(world: World, without: Sequence[str] = (), reader_without: Sequence[str] = ()) -> None:
+    """The first trainer commits after the second one's claim and before its first version: nobody may follow."""
+    world.use_reader(without=reader_without)
+    old = world.trainer("PUT versions/+2.json: before", stop=True, without=without)
+    old.child.link.tell({"do": "publish", "count": 3})
+    old.child.link.tell({"do": "end"})
+    _until_stopped(old)
+    new = world.trainer("PUT versions/+0.json: before", stop=True)
+    _until_stopped(new)
+    before = world.check_newest("while both stand still")
+    old.resume()
+    old.listen()
+    if "Fenced" not in old.error:
+        raise Wrong(f"the first trainer should have stopped with Fenced: {old.error or 'it went on'}")
+    if world.check_newest("a zombie's version is there") != before:
+        raise Wrong("a version was added to the truth by a zombie")
+    new.resume()
+    new.publish(2)
+    world.check_newest("in the end")
+
+
+def _until_stopped(trainer: Trainer) -> None:
+    while (message := trainer.hear()) is not None and "stopped" not in message:
+        pass
+    if message is None:
+        raise Wrong(f"the trainer did not come to its point: {trainer.child.stderr()}")
 
 
 class _Reading(NamedTuple):

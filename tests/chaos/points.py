@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import parse_qs, unquote, urlsplit
 
+from botocore.exceptions import EndpointConnectionError
 from botocore.httpsession import URLLib3Session
 
 LIMIT_S = 30.0
@@ -47,7 +48,11 @@ class Points:
         self, target: str, report: Callable[[dict[str, Any]], None], *, stop: bool = False
     ) -> None:
         self.seen: list[str] = []
+        self.refused = ""
+        """Requests whose names begin like this meet no server."""
         self._stop = stop
+        if stop:  # before there are other threads: they inherit it, and the signal waits for sigwait
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCONT})
         self.target, self._report = target, report
         self._counts: Counter[str] = Counter()
         self._lock = threading.RLock()
@@ -71,6 +76,9 @@ class Points:
         if full == self.target and self._stop:
             self._report({"stopped": full})
             os.kill(os.getpid(), signal.SIGSTOP)
+            signal.sigwait(
+                {signal.SIGCONT}
+            )  # the stop may take effect a moment later: this thread goes no further
         elif full == self.target:
             self.die(full)
 
@@ -95,6 +103,8 @@ class Points:
             if request.method not in methods:
                 return original(session, request)
             name = self._name_of(request)
+            if self.refused and name.startswith(self.refused):
+                raise EndpointConnectionError(endpoint_url=request.url)
             with self._lock:
                 self._counts[name] += 1
                 name = name if self._counts[name] == 1 else f"{name} #{self._counts[name]}"

@@ -1,6 +1,7 @@
 """A trainer without a model: claims the run, goes on from its newest version, and does as it is told.
 
-Orders over the link: `{"do": "publish", "count": n}`, `{"do": "compact"}`, `{"do": "gc"}`, `{"do": "end"}`. It says
+Orders over the link: `{"do": "publish", "count": n}`, `{"do": "compact"}`, `{"do": "gc"}`, `{"do": "end"}`; and
+`{"do": "lose"}`: a version that is given up, because the store refuses its manifest (`{"lost": …}`). It says
 `{"life": …}` before its first version, `{"committed": version}` after each, `{"seen": [...]}` at its end.
 """
 
@@ -14,8 +15,8 @@ import msgspec
 import numpy as np
 import torch
 
-from async_rl.errors import AsyncRLError
-from async_rl.store import ObjectStore, open_store
+from async_rl.errors import AsyncRLError, StoreUnavailable
+from async_rl.store import ObjectStore, StoreConfig, open_store
 from async_rl.weights import anchors, gc, lineage
 from async_rl.weights.compactor import Compactor
 from async_rl.weights.config import WeightsConfig
@@ -36,7 +37,9 @@ def main(link: Link, args: dict[str, Any]) -> None:
     points = Points(args["target"], link.tell, stop=args["stop"])
     guards.remove(args["without"])
     points.watch_requests(args["url"].removeprefix("s3://").partition("/")[2], ("PUT", "POST", "DELETE"))
-    store = open_store(args["url"], STORE)
+    store = open_store(
+        args["url"], msgspec.convert({**msgspec.to_builtins(STORE), **args["store"]}, StoreConfig)
+    )
     config = msgspec.convert({**msgspec.to_builtins(PUBLISHING), **args["config"]}, WeightsConfig)
     trainer = _Trainer(link, args, store, points, config)
     try:
@@ -81,16 +84,20 @@ class _Trainer:
             self._publish(publisher, step)
             while (order := self._link.hear()) is not None and order["do"] != "end":
                 for _ in range(order.get("count", 1)):
+                    step += order["do"] in ("publish", "lose")
                     if order["do"] == "publish":
-                        step += 1
                         self._publish(publisher, step)
                     else:
-                        self._keep_up(order["do"])
+                        self._keep_up(publisher, order["do"], step)
 
-    def _publish(self, publisher: Publisher, step: int) -> None:
+    def _load(self, step: int) -> None:
+        """The parameters as after this step."""
         place = toy.Place(self._claim.incarnation, step)
         for name, bits in toy.state_at(self._model, self._seed, self._lives, place).items():
             self._parameters[name].view(torch.int16).copy_(torch.from_numpy(bits.view(np.int16)))
+
+    def _publish(self, publisher: Publisher, step: int) -> None:
+        self._load(step)
         publisher.publish(step)
         publisher.flush(LIMIT_S)
         anchor = publisher._anchor_writer._thread
@@ -98,8 +105,20 @@ class _Trainer:
             anchor.join(LIMIT_S)
         self._link.tell({"committed": publisher.committed, "step": step})
 
-    def _keep_up(self, task: str) -> None:
-        if task == "gc":
+    def _lose(self, publisher: Publisher, step: int) -> None:
+        self._load(step)
+        self._points.refused = "PUT versions/"
+        try:
+            publisher.publish(step)
+            publisher.flush(LIMIT_S)
+        except StoreUnavailable as error:
+            self._link.tell({"lost": step, "message": str(error)})
+        self._points.refused = ""
+
+    def _keep_up(self, publisher: Publisher, task: str, step: int) -> None:
+        if task == "lose":
+            self._lose(publisher, step)
+        elif task == "gc":
             gc.collect(self._store, self._config)
         elif task == "compact":
             with tempfile.TemporaryDirectory() as scratch:

@@ -1,9 +1,15 @@
 """A worker without an engine: fetches versions and says the hash of the files that an engine would load.
 
-Orders over the link: `{"do": "follow", "cache": name}`, the newest version after the one this cache has served;
-`{"do": "read", "cache": name, "version": v}`; `{"do": "forget", "cache": name}`, end that reader and its folder;
-`{"do": "close", …}`, end the reader, keep its folder. Answers: `{"version": …, "hash": …}`, `{"nothing": true}`, or
-`{"error": …, "message": …}`.
+Orders over the link, each with the name of a cache folder (`"cache"`), which is one reader:
+
+    follow    the newest version after the one it has served
+    read      the version that is named
+    scrub     whether what it holds is as it was
+    close     end this reader
+    forget    … and its folder
+
+With `"needs": tensor` a reader keeps that one only. Answers: `{"version": …, "step": …, "hash": …}`, `{"nothing": true}`,
+`{"whole": …, "held": …}`, or `{"error": …, "message": …}`.
 """
 
 from __future__ import annotations
@@ -60,9 +66,14 @@ class _Reader:
                 self._served.pop(cache, None)
                 shutil.rmtree(self._folder / cache, ignore_errors=True)
             return {"nothing": True}
+        if order["do"] == "scrub":
+            held = self._open[cache].needed_versions
+            return {"whole": self._open[cache].scrub(), "held": held[0] if held else -1}
         run = open_run(self._store)
         if cache not in self._open:
-            self._open[cache] = Subscriber(self._store, run, self._folder / cache, READING)
+            sizes = {spec.name: spec.nbytes // 2 for spec in run.tensors}
+            needs = {order["needs"]: (0, sizes[order["needs"]])} if "needs" in order else None
+            self._open[cache] = Subscriber(self._store, run, self._folder / cache, READING, needs)
         subscriber = self._open[cache]
         if order["do"] == "read":
             manifest = lineage.read_manifest(self._store, order["version"])

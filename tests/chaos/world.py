@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 import threading
@@ -54,6 +55,7 @@ class World:
         without: Iterable[str] = (),
         stop: bool = False,
         config: Mapping[str, Any] | None = None,
+        store: Mapping[str, Any] | None = None,
     ) -> Trainer:
         child = self._forks.start(
             "publisher",
@@ -65,6 +67,7 @@ class World:
             stop=stop,
             without=list(without),
             config=dict(config or {}),
+            store=dict(store or {}),
         )
         self._children.append(child)
         return Trainer(self, child)
@@ -142,6 +145,8 @@ class World:
         version = answer["version"]
         if version not in truth:
             raise Wrong(f"{what}: version {version} was served, which does not count")
+        if answer["step"] != self._manifests[version].step:
+            raise Wrong(f"{what}: version {version} was served as of step {answer['step']}")
         if answer["hash"] != truth[version]:
             raise Wrong(f"{what}: WRONG BYTES were served as version {version}")
         return int(version)
@@ -173,6 +178,26 @@ class World:
             if version in kept or "error" not in answer:
                 self.check(answer, truth, what)
             self.ask("forget", "checker")
+
+    def flip_in_cache(self, cache: str, tensor: str, element: int) -> None:
+        """One bit of the copy that a reader holds."""
+        for file in (self.folder / cache).glob("*/shadow/*.safetensors"):
+            with file.open("r+b") as opened:
+                length = int.from_bytes(opened.read(8), "little")
+                entry = json.loads(opened.read(length)).get(tensor)
+                if entry is not None:
+                    opened.seek(8 + length + entry["data_offsets"][0] + 2 * element)
+                    byte = opened.read(1)[0]
+                    opened.seek(-1, 1)
+                    opened.write(bytes([byte ^ 1]))
+                    return
+        raise AssertionError(f"{cache} holds no {tensor}")
+
+    def state(self, version: int) -> toy.State:
+        manifest = self._manifests[version]
+        return toy.state_at(
+            self._model, self._seed, self.lives, toy.Place(manifest.incarnation, manifest.step)
+        )
 
     def close(self) -> None:
         for child in self._children:
