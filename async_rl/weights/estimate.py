@@ -250,7 +250,7 @@ def _estimate_others(
     for name in group:
         stored = old.tensors[name]
         before, after = old.raw(name), new.raw(name)
-        items = [np.frombuffer(part, f"V{stored.item_bytes}") for part in (before, after)]
+        items = [np.frombuffer(part, f"u{stored.item_bytes}") for part in (before, after)]
         start = time.perf_counter()
         coded = encode_planes(before, after, stored.item_bytes)
         found.other.encode_s += time.perf_counter() - start

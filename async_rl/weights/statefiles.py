@@ -36,8 +36,8 @@ class Stored(Struct, frozen=True):
     @property
     def item_bytes(self) -> int:
         """1 for what is packed closer than bytes, and for a tensor without elements."""
-        elements = math.prod(self.shape)
-        return self.nbytes // elements if elements and self.nbytes % elements == 0 else 1
+        size = self.nbytes // max(1, math.prod(self.shape))
+        return size if size in (2, 4, 8) and size * math.prod(self.shape) == self.nbytes else 1
 
 
 class StateFiles:

@@ -66,33 +66,47 @@ def load_pair(model: str, rate: float) -> Pair:
 
 
 def make_pairs(model: str, say: Callable[[str], None]) -> None:
-    """Train, for every rate that is not in the cache yet. Some seconds per optimizer step."""
-    for rate in RATES:
-        if not _file(model, rate, "new").exists():
-            say(f"{model}: {WARM_UP_STEPS + 1} optimizer steps at learning rate {rate:g}")
-            _train(model, rate)
+    """Train, at every rate that is not in the cache yet. Some seconds per optimizer step."""
+    rates = [rate for rate in RATES if not _file(model, rate, "new").exists()]
+    if not rates:
+        return
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    say(
+        f"{model}: loading it, to take {WARM_UP_STEPS + 1} optimizer steps at each of {len(rates)} learning rates"
+    )
+    net, losses, keep = MODELS[model].load()
+    begin = {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
+    for rate in rates:
+        say(f"{model}: learning rate {rate:g}")
+        _train(model, rate, net, begin, losses(), keep)
 
 
 def _file(model: str, rate: float, which: str) -> Path:
     return cache_folder() / f"{model}-{rate:g}-{which}.safetensors"
 
 
-def _train(model: str, rate: float) -> None:
+def _train(
+    model: str,
+    rate: float,
+    net: Any,
+    begin: dict[str, Any],
+    losses: Iterator[Loss],
+    keep: Callable[[str], bool],
+) -> None:
     import torch
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()
     torch.manual_seed(1)
-    net, batches, keep = MODELS[model].load()
     parameters = dict(net.named_parameters())
-    masters = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    masters = {name: tensor.clone() for name, tensor in begin.items()}
     optimizer = torch.optim.AdamW(masters.values(), lr=rate, betas=(0.9, 0.95), weight_decay=0.01)
     base = {}
     for step in range(WARM_UP_STEPS + 1):
         for name, parameter in parameters.items():
             parameter.data.copy_(masters[name].bfloat16())
             parameter.grad = None
-        next(batches)().backward()
+        next(losses)().backward()
         for name, parameter in parameters.items():
             masters[name].grad = parameter.grad
         if step == WARM_UP_STEPS:
@@ -113,7 +127,7 @@ def _bits(masters: dict[str, Any], keep: Callable[[str], bool]) -> dict[str, np.
     import torch
 
     return {
-        name: master.detach().bfloat16().view(torch.int16).numpy().view(np.uint16).reshape(-1)
+        name: master.detach().bfloat16().view(torch.int16).numpy().view(np.uint16)
         for name, master in masters.items()
         if keep(name)
     }
@@ -129,7 +143,7 @@ def _sentences() -> list[str]:
 
 
 Loss = Callable[[], Any]
-Loaded = tuple[Any, Iterator[Loss], Callable[[str], bool]]
+Loaded = tuple[Any, Callable[[], Iterator[Loss]], Callable[[str], bool]]
 
 
 def _load_minilm() -> Loaded:
@@ -163,7 +177,7 @@ def _load_minilm() -> Loaded:
 
     # The pooler has no gradient under mean pooling: it is not trained, and not part of what is published.
     net.pooler = None
-    return net, losses(), lambda name: True
+    return net, losses, lambda name: True
 
 
 def _load_smollm2() -> Loaded:
@@ -185,7 +199,7 @@ def _load_smollm2() -> Loaded:
             part = tokens[start : start + batch * length].reshape(batch, length)
             yield lambda part=part: net(input_ids=part, labels=part).loss  # type: ignore[misc]
 
-    return net, losses(), _keep_smollm2
+    return net, losses, _keep_smollm2
 
 
 def _keep_smollm2(name: str) -> bool:
