@@ -18,10 +18,11 @@ from async_rl.weights.codec.jit import (
     U32,
     U32_OUT,
     U64,
-    U64_IN,
+    differ_64,
     helper,
     int64,
     kernel,
+    low_bit,
     uint64,
 )
 
@@ -56,31 +57,20 @@ def digest(values: np.ndarray, place: int) -> Any:
     return total
 
 
-@kernel(I64, U16, U16, U64_IN, U64_IN, U32_OUT)
-def find(
-    base: np.ndarray, new: np.ndarray, base_4: np.ndarray, new_4: np.ndarray, positions: np.ndarray
-) -> int:
-    """Fills `positions` (of len(base)) with where the two differ; how many. The _4 are the same weights, four to a
-    word, without the last n % 4."""
-    found = 0
-    for start in range(0, len(base_4) - 3, 4):
-        # 16 elements at once: most are equal. Where not, no branch: it could not be predicted.
-        if (
-            (base_4[start] ^ new_4[start])
-            | (base_4[start + 1] ^ new_4[start + 1])
-            | (base_4[start + 2] ^ new_4[start + 2])
-            | (base_4[start + 3] ^ new_4[start + 3])
-        ) == uint64(0):
-            continue
-        for word in range(start, start + 4):
-            different = base_4[word] ^ new_4[word]
-            for lane in range(4):
-                positions[found] = 4 * word + lane
-                found += (different & uint64(0xFFFF)) != uint64(0)
-                different >>= uint64(16)
-    for i in range(len(base_4) // 4 * 16, len(base)):
+@kernel(I64, U16, U16, U32_OUT)
+def find(base: np.ndarray, new: np.ndarray, positions: np.ndarray) -> int:
+    """Fills `positions` (of len(base)) with where the two differ; how many."""
+    found = at = 0
+    while at + 64 <= len(base):
+        different = differ_64(base, new, at)
+        while different != uint64(0):
+            positions[uint64(found)] = at + low_bit(different)
+            found += 1
+            different &= different - uint64(1)
+        at += 64
+    for i in range(at, len(base)):
         if base[i] != new[i]:
-            positions[found] = i
+            positions[uint64(found)] = i
             found += 1
     return found
 

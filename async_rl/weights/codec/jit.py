@@ -32,11 +32,16 @@ __all__ = [
     "U32",
     "U32_OUT",
     "U64",
-    "U64_IN",
+    "below_64",
+    "differ_64",
     "helper",
     "high_bit",
     "int64",
     "kernel",
+    "load_u16",
+    "load_u64",
+    "low_bit",
+    "store_u64",
     "uint64",
 ]
 
@@ -57,13 +62,12 @@ def _write(item: Any) -> Any:
 
 
 F64, I64, U64 = types.float64, types.int64, types.uint64
-U8, U16, U32, I16, I64_IN, U64_IN = (
+U8, U16, U32, I16, I64_IN = (
     _read(types.uint8),
     _read(types.uint16),
     _read(types.uint32),
     _read(types.int16),
     _read(types.int64),
-    _read(types.uint64),
 )
 U8_OUT, U16_OUT, U32_OUT, I16_OUT, I64_OUT = (
     _write(types.uint8),
@@ -97,12 +101,104 @@ def helper(function: F) -> F:
     return made
 
 
+# ---------------------------------------------------------------- instructions
+
+
+_LANES = 64  # elements in a mask
+
+
+def _pointer(context: Any, builder: Any, array: Any, value: Any, at: Any, kind: Any) -> Any:
+    data = context.make_array(array)(context, builder, value).data
+    return builder.bitcast(builder.gep(data, [at]), kind.as_pointer())
+
+
+def _load(context: Any, builder: Any, signature: Any, values: Any, kind: Any) -> Any:
+    return builder.load(_pointer(context, builder, signature.args[0], values[0], values[1], kind), align=1)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def load_u16(_: Any, array: Any, at: Any) -> Any:
+    """int64: the two bytes from element `at` of an array on. Unaligned, little-endian, unchecked: at >= 0, and inside."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        loaded = _load(context, builder, signature, values, ir.IntType(16))
+        return builder.zext(loaded, ir.IntType(64))
+
+    return types.int64(array, at), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def load_u64(_: Any, array: Any, at: Any) -> Any:
+    """uint64: the eight bytes from there on, likewise."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return _load(context, builder, signature, values, ir.IntType(64))
+
+    return types.uint64(array, at), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def store_u64(_: Any, array: Any, at: Any, value: Any) -> Any:
+    """Eight bytes, likewise. `value` is an int64 or uint64."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        place = _pointer(context, builder, signature.args[0], values[0], values[1], ir.IntType(64))
+        builder.store(values[2], place, align=1)
+        return context.get_dummy_value()
+
+    return types.void(array, at, value), generate
+
+
 @intrinsic  # type: ignore[untyped-decorator]
 def high_bit(_: Any, value: Any) -> Any:
     """Index of the highest set bit of an int64 > 0."""
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        zeros = builder.ctlz(arguments[0], ir.Constant(ir.IntType(1), 1))
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        zeros = builder.ctlz(values[0], ir.Constant(ir.IntType(1), 1))
         return builder.sub(ir.Constant(ir.IntType(64), 63), zeros)
 
     return types.int64(types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def low_bit(_: Any, mask: Any) -> Any:
+    """int64: index of the lowest set bit of a uint64 > 0."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return builder.cttz(values[0], ir.Constant(ir.IntType(1), 1))
+
+    return types.int64(types.uint64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def differ_64(_: Any, first: Any, second: Any, at: Any) -> Any:
+    """uint64: bit i tells whether first[at + i] != second[at + i], for 64 elements of two uint16 arrays."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        vector = ir.VectorType(ir.IntType(16), _LANES)
+        a, b = (
+            builder.load(_pointer(context, builder, array, value, values[2], vector), align=1)
+            for array, value in zip(signature.args[:2], values[:2], strict=True)
+        )
+        return builder.bitcast(builder.icmp_unsigned("!=", a, b), ir.IntType(_LANES))
+
+    return types.uint64(first, second, at), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def below_64(_: Any, array: Any, at: Any, limit: Any) -> Any:
+    """uint64: bit i tells whether array[at + i] without its highest bit is below `limit`, for 64 elements of uint16."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        vector = ir.VectorType(ir.IntType(16), _LANES)
+        loaded = _load(context, builder, signature, values, vector)
+        plain = builder.and_(loaded, ir.Constant(vector, [0x7FFF] * _LANES))
+        one = builder.trunc(values[2], ir.IntType(16))
+        limits = builder.insert_element(
+            ir.Constant(vector, ir.Undefined), one, ir.Constant(ir.IntType(32), 0)
+        )
+        zeros = ir.Constant(ir.VectorType(ir.IntType(32), _LANES), [0] * _LANES)
+        limits = builder.shuffle_vector(limits, ir.Constant(vector, ir.Undefined), zeros)
+        return builder.bitcast(builder.icmp_unsigned("<", plain, limits), ir.IntType(_LANES))
+
+    return types.uint64(array, at, limit), generate

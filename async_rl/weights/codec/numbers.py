@@ -26,7 +26,7 @@ def pack(sequences: Sequence[tuple[np.ndarray, int]]) -> bytes:
     states = np.full(4 if total >= IN_TURNS else 1, LOW, np.int64)
     header = BitWriter()
     header.put(int(len(states) == 4), 1)
-    low = np.empty(4 * total + 8 * len(sequences) + 8, np.uint8)
+    low = np.empty(4 * total + len(sequences) + 16, np.uint8)
     low_end = 0
     coded = []
     for values, span in sequences:

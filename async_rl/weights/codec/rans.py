@@ -24,6 +24,10 @@ from async_rl.weights.codec.jit import (
     high_bit,
     int64,
     kernel,
+    load_u16,
+    load_u64,
+    store_u64,
+    uint64,
 )
 
 __all__ = [
@@ -51,10 +55,8 @@ BAD = -1  # what a kernel returns for bytes that nobody wrote
 
 @helper
 def symbol_of(value: int) -> int:
-    if value < 4:
-        return value
-    octave: int = high_bit(value)
-    return ((octave - 1) << 2) + ((value >> (octave - 2)) & 3)
+    bits: int = high_bit(value | 4) - 2
+    return (bits << 2) + (value >> bits)
 
 
 @helper
@@ -65,49 +67,29 @@ def low_bits_of(symbol: int) -> int:
 
 @helper
 def lowest_of(symbol: int) -> int:
-    return symbol if symbol < 4 else (4 + (symbol & 3)) << low_bits_of(symbol)
-
-
-@helper
-def _u16(data: np.ndarray, at: int) -> int:
-    return int64(data[at]) | (int64(data[at + 1]) << 8)
-
-
-@helper
-def _u64(data: np.ndarray, at: int) -> int:
-    low = _u16(data, at) | (_u16(data, at + 2) << 16)
-    return low | (_u16(data, at + 4) << 32) | (_u16(data, at + 6) << 48)
-
-
-@helper
-def _put_u32(value: int, out: np.ndarray, at: int) -> int:
-    """Its low 32 bits."""
-    out[at] = value & 0xFF
-    out[at + 1] = (value >> 8) & 0xFF
-    out[at + 2] = (value >> 16) & 0xFF
-    out[at + 3] = (value >> 24) & 0xFF
-    return at + 4
+    bits = low_bits_of(symbol)
+    return (symbol - (bits << 2)) << bits
 
 
 @kernel(I64, U32, U8_OUT, I64_OUT, U8_OUT, I64)
 def fold(values: np.ndarray, symbols: np.ndarray, counts: np.ndarray, low: np.ndarray, at: int) -> int:
-    """Numbers -> symbols, counted in `counts`, and their open bits, from byte `at` of `low` (4 bytes a number and 4
+    """Numbers -> symbols, counted in `counts`, and their open bits, from byte `at` of `low` (4 bytes a number and 8
     to spare); the byte after."""
     held = fill = 0
     for i in range(len(values)):
         value = int64(values[i])
         symbol = symbol_of(value)
         symbols[i] = symbol
-        counts[symbol] += 1
+        counts[uint64(symbol)] += 1
         bits = low_bits_of(symbol)
         held |= (value & ((1 << bits) - 1)) << fill
         fill += bits
-        if fill >= 32:
-            at = _put_u32(held, low, at)
-            held >>= 32
-            fill -= 32
-    _put_u32(held, low, at)
-    return at + ((fill + 7) >> 3)
+        store_u64(low, at, held)  # whatever is full: a branch could not be predicted
+        at += fill >> 3
+        held >>= fill & 0x38
+        fill &= 7
+    store_u64(low, at, held)
+    return at + (fill > 0)
 
 
 @kernel(I64, U8, U8, I64, U32_OUT)
@@ -116,13 +98,13 @@ def unfold(symbols: np.ndarray, data: np.ndarray, at: int, values: np.ndarray) -
     at *= 8
     end = len(data)
     for i in range(len(symbols)):
-        symbol = int64(symbols[i])
+        symbol = int64(symbols[uint64(i)])
         bits = low_bits_of(symbol)
         byte = at >> 3
-        word = 0
         if byte + 8 <= end:
-            word = _u64(data, byte)
+            word = int64(load_u64(data, byte))
         else:
+            word = 0
             for j in range(byte, end):
                 word |= int64(data[j]) << (8 * (j - byte))
         values[i] = lowest_of(symbol) + ((word >> (at & 7)) & ((1 << bits) - 1))
@@ -136,10 +118,12 @@ def unfold(symbols: np.ndarray, data: np.ndarray, at: int, values: np.ndarray) -
 
 @helper
 def _put(x: int, frequency: int, start: int, words: np.ndarray, at: int) -> tuple[int, int]:
-    words[at] = x & 0xFFFF
+    words[uint64(at)] = x & 0xFFFF
     full = int64(x >= frequency << (32 - TOTAL_BITS))
     x >>= full << 4
-    quotient = x // frequency
+    quotient = int64(
+        (uint64(x) & uint64(0xFFFFFFFF)) // (uint64(frequency) & uint64(0x1FFF))
+    )  # 32 bits: faster
     return (quotient << TOTAL_BITS) + (x - quotient * frequency) + start, at - full
 
 
@@ -156,15 +140,15 @@ def put_symbols(
     turns = len(states) - 1
     while i & 3 if turns else i:
         i -= 1
-        symbol = int64(symbols[i])
+        symbol = int64(symbols[uint64(i)])
         states[i & turns], at = _put(states[i & turns], frequencies[symbol], starts[symbol], words, at)
     if i == 0:
         return at
     x0, x1, x2, x3 = states[0], states[1], states[2], states[3]
     while i:
         i -= 4
-        a, b = int64(symbols[i]), int64(symbols[i + 1])
-        c, d = int64(symbols[i + 2]), int64(symbols[i + 3])
+        a, b = int64(symbols[uint64(i)]), int64(symbols[uint64(i + 1)])
+        c, d = int64(symbols[uint64(i + 2)]), int64(symbols[uint64(i + 3)])
         x3, at = _put(x3, frequencies[d], starts[d], words, at)
         x2, at = _put(x2, frequencies[c], starts[c], words, at)
         x1, at = _put(x1, frequencies[b], starts[b], words, at)
@@ -176,7 +160,7 @@ def put_symbols(
 @helper
 def _get(x: int, entry: int, data: np.ndarray, at: int) -> tuple[int, int]:
     x = (((entry >> 7) & 0xFFF) + 1) * (x >> TOTAL_BITS) + (entry >> 19)
-    word = _u16(data, at)  # wanted or not: a branch could not be predicted
+    word = load_u16(data, at)  # wanted or not: a branch could not be predicted
     empty = int64(x < LOW)
     return (x << (empty << 4)) | (word & -empty), at + 2 * empty
 
@@ -201,8 +185,8 @@ def get_symbols(
         while i + 4 <= len(symbols) and at + 8 <= end:
             a, b = int64(table[x0 & 0xFFF]), int64(table[x1 & 0xFFF])
             c, d = int64(table[x2 & 0xFFF]), int64(table[x3 & 0xFFF])
-            symbols[i], symbols[i + 1] = a & 127, b & 127
-            symbols[i + 2], symbols[i + 3] = c & 127, d & 127
+            symbols[uint64(i)], symbols[uint64(i + 1)] = a & 127, b & 127
+            symbols[uint64(i + 2)], symbols[uint64(i + 3)] = c & 127, d & 127
             x0, at = _get(x0, a, data, at)
             x1, at = _get(x1, b, data, at)
             x2, at = _get(x2, c, data, at)
@@ -217,7 +201,7 @@ def get_symbols(
         if x < LOW:
             if at + 2 > end:
                 return BAD
-            x = (x << 16) | _u16(data, at)
+            x = (x << 16) | load_u16(data, at)
             at += 2
         states[i & turns] = x
         i += 1

@@ -7,6 +7,7 @@ composed without them.
 
 from __future__ import annotations
 
+import threading
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -50,15 +51,24 @@ class CodedTile(NamedTuple):
     moved: int  # what the change adds to the state's digest, modulo 2^64
 
 
+_local = threading.local()
+
+
+def _scratch(count: int) -> np.ndarray:
+    """uint32, the thread's own: the pages of a new array for every tile would take as long as looking for changes."""
+    held: np.ndarray | None = getattr(_local, "positions", None)
+    if held is None or len(held) < count:
+        _local.positions = held = np.empty(max(count, TILE), np.uint32)
+    return held[:count]
+
+
 def encode_tile(base: np.ndarray, new: np.ndarray, place: int, *, small: bool = False) -> CodedTile | None:
     """The smallest coding of base -> new; None if nothing changed. `place`: of the first element, see digest.py.
     With `small` also the codings that need the base to be read are tried."""
     from async_rl.weights.codec import elements
 
-    found = np.empty(len(base), np.uint32)
-    whole = len(base) & ~3
-    base_4, new_4 = base[:whole].view(np.uint64), new[:whole].view(np.uint64)
-    positions = found[: elements.find(base, new, base_4, new_4, found)]
+    found = _scratch(len(base))
+    positions = found[: elements.find(base, new, found)]
     if not len(positions):
         return None
     steps = np.empty(len(positions), np.int16)
