@@ -1,7 +1,8 @@
 """How others ship a change of 16-bit weights, written from their description, to measure ours against.
 
 Each format codes a payload of some tensors: (base, new) of each, uint16 [n] -> bytes -> the base changed in
-place. All are bit-exact, vectorised or compiled, and as quick as the description allows. What is coded:
+place. All are bit-exact, vectorised or compiled, and as quick as the description allows; what differs is found by
+our codec's own kernel. What is coded:
 
     full            every new value
     int32 + value   position (32 bits) and new value of every changed weight (TRL)
@@ -29,6 +30,8 @@ import numpy as np
 import zstandard
 from numba import njit
 
+from async_rl.weights.codec.elements import find
+
 __all__ = ["PEERS", "Peer", "changed_positions"]
 
 CLASSES = 256
@@ -54,7 +57,7 @@ class Peer(NamedTuple):
 def changed_positions(base: np.ndarray, new: np.ndarray) -> np.ndarray:
     """uint32 [k], ascending."""
     positions = np.empty(len(base), np.uint32)  # what is not written is never given memory
-    return positions[: _collect(base, new, positions)]
+    return positions[: find(base, new, positions)]
 
 
 def _zstd(data: bytes | np.ndarray, level: int = 1) -> bytes:
@@ -254,17 +257,6 @@ PEERS = (
     Peer("class gaps + steps, zstd-1", _encode_classes, _apply_classes),
 )
 
-_SPAN = 32
-"""Weights that the scan compares at once: the compiler makes two or four vector instructions of them."""
-
-
-@njit(cache=True, nogil=True, inline="always")
-def _same(base, new, at):  # type: ignore[no-untyped-def]
-    differ = np.uint16(0)
-    for index in range(at, at + _SPAN):
-        differ |= base[index] ^ new[index]
-    return differ == 0
-
 
 @njit(cache=True, nogil=True, inline="always")
 def _order(bits):  # type: ignore[no-untyped-def]
@@ -284,20 +276,6 @@ def _moved(bits, code):  # type: ignore[no-untyped-def]
     step = np.int32(code >> 1) ^ -np.int32(code & 1)
     order = np.int32(np.int16(_order(bits) + step))
     return np.uint16(order) if order >= 0 else np.uint16(0x8000 | (-order - 1))
-
-
-@njit(cache=True, nogil=True)
-def _collect(base, new, positions):  # type: ignore[no-untyped-def]
-    found = 0
-    at = 0
-    while at < len(base):
-        end = min(at + _SPAN, len(base))
-        if end - at < _SPAN or not _same(base, new, at):
-            for index in range(at, end):
-                positions[found] = index  # kept only if it differs: no branch to be mispredicted
-                found += base[index] != new[index]
-        at = end
-    return found
 
 
 @njit(cache=True, nogil=True)

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from async_rl.cli.weights_estimate import estimate as command
 from async_rl.errors import ConfigError, Corrupt, WeightsError
 from async_rl.weights.estimate import estimate, step_counts
+from async_rl.weights.peers import Peer
 from async_rl.weights.statefiles import StateFiles, rounded
 
 TYPES = {
@@ -134,6 +135,18 @@ def test_nothing_in_common_is_an_error_that_names_a_difference(tmp_path):
     old = write(tmp_path / "o.safetensors", {"model.a": weights(4)})
     new = write(tmp_path / "n.safetensors", {"a": weights(4)})
     with pytest.raises(WeightsError, match=r"no tensor .* in common .*has model\.a, the second a\b"):
+        estimate(old, new)
+
+
+def test_a_format_that_loses_a_bit_is_an_error(tmp_path, monkeypatch):
+    base = weights(1000)
+    old = write(tmp_path / "o.safetensors", {"w": base})
+    new = write(tmp_path / "n.safetensors", {"w": moved(base, 10)})
+    monkeypatch.setattr("async_rl.weights.estimate.rehearse", lambda: None)
+    monkeypatch.setattr(
+        "async_rl.weights.estimate.PEERS", [Peer("lossy", lambda c: b"", lambda d, v: None)]
+    )
+    with pytest.raises(WeightsError, match="lossy did not give"):
         estimate(old, new)
 
 
