@@ -5,6 +5,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import multiprocessing
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +33,8 @@ BF16 = 0.15
 )
 async def engine(request, policies):
     engine = make_engine(RolloutConfig(engine=request.param, max_sequences=MAX_SEQUENCES, kv_cache_gib=0.1))
-    await engine.start(policies["a"], 0)
+    with changing(policies["a"]) as folder:
+        await engine.start(folder, 0)
     yield engine
     await engine.close()
     assert not multiprocessing.active_children(), "an engine leaves no process behind"
@@ -52,6 +57,20 @@ def truths(policies) -> dict[str, Truth]:
     return {name: Truth(folder) for name, folder in policies.items()}
 
 
+@contextmanager
+def changing(folder: Path) -> Iterator[Path]:
+    """A copy whose weights are overwritten in place afterwards: that is what the next delta does to the files of
+    the version before, while the engine serves it."""
+    with tempfile.TemporaryDirectory() as copy:
+        shutil.copytree(folder, copy, dirs_exist_ok=True)
+        yield Path(copy)
+        for shard in find_shards(Path(copy)):
+            with shard.open("r+b") as file:
+                length = int.from_bytes(file.read(8), "little")
+                file.seek(8 + length)
+                file.write(b"\xff" * (shard.stat().st_size - 8 - length))
+
+
 names = itertools.count()
 
 
@@ -64,13 +83,25 @@ async def sample(engine: Engine, prompt, *, seed=0, temperature=1.0, max_tokens=
 
 async def swap(engine: Engine, folder: Path) -> int:
     """Serve `folder` as the next version."""
-    update = await engine.update(engine.version + 1, find_shards(folder))
+    with changing(folder) as copy:
+        update = await engine.update(engine.version + 1, find_shards(copy))
     assert update.version == engine.version
     return update.version
 
 
 def prompt_of(number: int, length: int = 6) -> list[int]:
     return [2 + (number * 7 + i * 5) % (VOCAB - 2) for i in range(length)]
+
+
+async def test_files_that_change_after_the_start_or_an_update_do_not_reach_the_engine(
+    engine, policies, truths
+):
+    for name in ("a", "b"):
+        if name == "b":
+            await swap(engine, policies["b"])
+        c = await sample(engine, prompt_of(2))
+        if name == "b" or engine.version == 0:
+            assert np.abs(c.logprobs - truths[name].logprobs(prompt_of(2), c.tokens)).mean() < BF16
 
 
 async def test_a_completion_ends_at_the_end_token_or_at_its_limit(engine):
