@@ -1,23 +1,28 @@
 """SMALL: what changes is told by what the base weight is. Smaller, and not readable without the base.
 
 How probable a change is depends on the exponent of the base weight, which both sides have. Every exponent gets a
-weight, -ln(1 - p) in units of 1 / UNIT, and elements follow each other on an axis, each as long as its weight: there,
-changes fall as evenly as raindrops. A gap is told in two parts. Its bucket, wide enough to hold many elements, is a symbol as in
-STEPS. Which element of the bucket it is, is told with an interval of rANS as long as the element's part of the bucket: the
-decoder finds the element by walking along the weights, and needs no table of elements. So a change costs what its
-probability says, for hundreds of probabilities, and the buckets' frequencies still capture how changes cluster.
+weight, -ln(1 - p) in units of 1 / UNIT, and elements follow each other on an axis, each as long as its weight:
+there, changes fall as evenly as raindrops. A gap is told in two parts. Its bucket, wide enough to hold many elements,
+is a number as in STEPS. Which element of the bucket it is, is told with an interval of rANS as long as the element's
+part of the bucket: the decoder finds the element by walking along the weights, and needs no table of elements. So a
+change costs what its probability says, for any number of probabilities, and the buckets still capture how changes
+cluster.
 
-Where changes are not rare, intervals would be longer than buckets. Elements of such *hot* exponents have no length and
-each has its step told, 0 included, in groups of exponents with steps of about the same size.
+Where changes are not rare, intervals would be longer than buckets. *Hot* elements, whose exponents are below a limit,
+have no length: every one's step is told, 0 included, in groups of exponents with steps of about the same size.
 
-    varint changes, symbols, bytes of P, words | P: levels of the exponents, buckets | words of the walk | steps by group
+    varint changes, buckets, limit, first, levels - 1, bytes of P, words
+    P: levels, buckets | words of the walk | steps
 
-Levels, one per exponent between the first and the last that changes, are quantised weights or one of two marks.
+Levels are one for every exponent from the first that changes to the last: below the limit 1 where a group begins,
+else 0; from the limit on the quantised weight. Steps: of the elements that are not hot (less 1, as none is 0), then
+group by group.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,8 +37,12 @@ from async_rl.weights.codec.jit import (
     U16,
     U32,
     U32_OUT,
+    below_64,
+    helper,
     int64,
     kernel,
+    load_u64,
+    low_bit,
     uint64,
 )
 from async_rl.weights.codec.numbers import get_varint, pack, put_varint, unpack
@@ -53,21 +62,32 @@ BUCKET_BITS = 16
 """The first buckets are a quarter of UNIT wide: 0.004 bits lost to the slope inside."""
 
 SKIP = 24
-"""The symbol for a gap that goes on: as much as all buckets below it."""
+"""The number for a gap that goes on: as much as all buckets below it."""
 
 SKIP_LENGTH = 1 << (BUCKET_BITS + 7)
 
-HOT_FROM = 0.12
+HOT_FROM = 0.15
 """Probability of a change. Below, elements that lie across the border of two buckets cost too much; above, telling
 every element's step takes too long."""
 
-HOT, HOT_NEXT = (
-    72,
-    73,
-)  # levels: hot, in the group of the hot exponent before or in the next one; above all weights'
-HOT_WEIGHT = 1 << 48
-_GROUPS = 64  # at most
-_LEVEL_TOP = 71  # symbol_of(UNIT) and more
+STRAY = 0.02
+"""Part of the changes that may be in exponents that should be hot, yet are not below the limit: a rare exponent far
+above the others shall not make them all hot."""
+
+SURE = 0.98
+"""No weight is that of a more probable change."""
+
+_WEIGHT_TOP = 1 << (UNIT_BITS + 2)  # above -ln(1 - SURE) * UNIT
+_LEVEL_TOP = 4 * (UNIT_BITS + 2) - 1  # symbol_of(_WEIGHT_TOP) and a little more
+_GROUPS = 16  # at most
+
+
+class _Model(NamedTuple):
+    """What both sides make of the levels."""
+
+    weights: np.ndarray  # int64 [EXPONENTS]; 0 below the limit
+    groups: np.ndarray  # uint8 [EXPONENTS]; 0 for what is not hot
+    group_count: int
 
 
 def encode_small(base: np.ndarray, positions: np.ndarray, steps: np.ndarray) -> bytes:
@@ -75,83 +95,103 @@ def encode_small(base: np.ndarray, positions: np.ndarray, steps: np.ndarray) -> 
     elements, changes = np.zeros(EXPONENTS, np.int64), np.zeros(EXPONENTS, np.int64)
     numbers = np.zeros(EXPONENTS * SYMBOLS, np.int64)
     _count(base, positions, steps, elements, changes, numbers)
+    limit = _hot_limit(elements, changes)
     levels = np.zeros(EXPONENTS, np.int64)
-    _set_levels(elements, changes, numbers, levels)
-    weights, groups, group_count = _read_levels(levels)
+    _set_levels(elements, changes, numbers, limit, levels)
+    model = _model_of(levels, limit)
 
-    sizes = np.zeros(group_count, np.int64)
-    np.add.at(sizes, groups, np.where(weights == HOT_WEIGHT, elements, changes))
+    sizes = np.bincount(model.groups[:limit], elements[:limit], model.group_count).astype(np.int64)
+    sizes[0] = changes[limit:].sum()
     starts = np.cumsum(sizes) - sizes
-    told = np.empty(int(sizes.sum()), np.uint32)
-    cold = np.where(weights == HOT_WEIGHT, 0, weights)
-    room = int(sizes[0]) + int((cold * elements).sum()) // SKIP_LENGTH + 1
+    told = np.zeros(int(sizes.sum()), np.uint32)
+    hot, hot_groups = _find_hot(base, limit, model, int(sizes[1:].sum()))
+    room = int(sizes[0]) + int((model.weights * elements).sum()) // SKIP_LENGTH + 1
     buckets, lows, parts = np.empty(room, np.uint32), np.empty(room, np.uint32), np.empty(room, np.uint32)
-    symbols = _survey(base, positions, steps, weights, groups, starts.copy(), told, buckets, lows, parts)
-    buckets = buckets[:symbols]
-    words = np.empty(symbols + 2, "<u4")
-    first = _put_walk(buckets, lows, parts, words)
+    made = _survey(base, positions, steps, limit, model.weights, told, buckets, lows, parts)
+    _tell_hot(base, positions, steps, limit, hot, hot_groups, starts, told)
+    buckets = buckets[:made]
+    words = np.empty(made + 2, "<u4")
+    first_word = _put_walk(buckets, lows, parts, words)
 
-    used = np.flatnonzero(levels)
-    low, high = int(used[0]), int(used[-1])
-    between = levels[low : high + 1]
-    differences = np.diff(between, prepend=0)
+    used = np.flatnonzero(changes)
+    first, last = int(used[0]), int(used[-1])
+    differences = np.diff(levels[first : last + 1], prepend=0)
     shown = ((differences << 1) ^ (differences >> 63)).astype(np.uint32)
     plan = pack([(shown, 0), (buckets, 0)])
-    head = b"".join(
-        put_varint(number)
-        for number in (len(positions), symbols, low, high - low, len(plan), len(words) - first)
-    )
+    head = (len(positions), made, limit, first, last - first, len(plan), len(words) - first_word)
     sections = [(told[start : start + size], 0) for start, size in zip(starts, sizes, strict=True)]
-    return b"".join((head, plan, words[first:].tobytes(), pack(sections)))
+    return b"".join((*map(put_varint, head), plan, words[first_word:].tobytes(), pack(sections)))
 
 
-def decode_small(data: np.ndarray, base: np.ndarray) -> Steps | None:
-    """None for bytes that nobody wrote."""
+def decode_small(data: np.ndarray, base: np.ndarray) -> list[Steps] | None:
+    """Positions and steps, in two parts that have no position in common. None for bytes that nobody wrote."""
     at, head = 0, []
-    for _ in range(6):
+    for _ in range(7):
         number, at = get_varint(data, at)
         head.append(number)
-    changes, symbols, low, span, plan_size, word_count = head
-    end = at + plan_size + 4 * word_count
-    # A symbol is a change, or skips: the base's weights bound how many of those make sense.
-    most = len(base) + (len(base) * (UNIT << 1)) // SKIP_LENGTH + 1
-    if min(head) < 0 or changes > len(base) or symbols > most or low + span >= EXPONENTS or end > len(data):
+    changes, made, limit, first, span, plan_size, word_count = head
+    words_at = at + plan_size
+    steps_at = words_at + 4 * word_count
+    # A bucket is a change, or a skip: of these no more make sense than the base's weights add up to.
+    most = len(base) + len(base) * (_WEIGHT_TOP << 1) // SKIP_LENGTH
+    if min(head) < 0 or changes > len(base) or made > most or limit > EXPONENTS:
         return None
-    plan = unpack(data[: at + plan_size], at, [(span + 1, 0), (symbols, 0)])
+    if first + span >= EXPONENTS or steps_at > len(data):
+        return None
+    plan = unpack(data[:words_at], at, [(span + 1, 0), (made, 0)])
     if plan is None:
         return None
     shown = plan[0].astype(np.int64)
     levels = np.zeros(EXPONENTS, np.int64)
-    levels[low : low + span + 1] = np.cumsum((shown >> 1) ^ -(shown & 1))
-    if levels.min() < 0 or levels.max() > HOT_NEXT:
+    levels[first : first + span + 1] = np.cumsum((shown >> 1) ^ -(shown & 1))
+    if levels.min() < 0 or levels.max() > _LEVEL_TOP:
         return None
-    weights, groups, group_count = _read_levels(levels)
-    if group_count > _GROUPS:
+    model = _model_of(levels, limit)
+    if model.group_count > _GROUPS + 1:
         return None
-    words = np.frombuffer(data[at + plan_size : end].tobytes(), "<u4")
-    stops, told_by = np.empty(len(base), np.uint32), np.empty(len(base), np.uint8)
-    found = _walk(base, weights, groups, plan[1], words, stops, told_by)
+    words = np.frombuffer(data[words_at:steps_at].tobytes(), "<u4")
+    cold = np.empty(min(made, len(base)), np.uint32)
+    found = _walk(base, model.weights, plan[1], words, cold)
     if found == BAD:
         return None
-    sizes = np.bincount(told_by[:found], minlength=group_count)
-    sections = unpack(data, end, [(int(size), 0) for size in sizes])
-    if sections is None:
+    hot, hot_groups = _find_hot(base, limit, model, -1)
+    sizes = np.bincount(hot_groups, minlength=model.group_count)
+    sizes[0] = found
+    told = unpack(data, steps_at, [(int(size), 0) for size in sizes])
+    if told is None:
         return None
-    told = np.concatenate(sections)
-    positions, steps = np.empty(found + 1, np.uint32), np.empty(found + 1, np.int16)
-    if _deal(stops[:found], told_by, told, np.cumsum(sizes) - sizes, positions, steps) != changes:
+    cold_steps = np.empty(found, np.int16)
+    hot_positions, hot_steps = np.empty(len(hot) + 1, np.uint32), np.empty(len(hot) + 1, np.int16)
+    starts = np.cumsum(sizes[1:]) - sizes[1:]
+    kept = _deal_hot(
+        hot, hot_groups, np.concatenate(told[1:] or [cold[:0]]), starts, hot_positions, hot_steps
+    )
+    if kept == BAD or _deal(told[0], cold_steps) == BAD or kept + found != changes:
         return None
-    return positions[:changes], steps[:changes]
+    return [(cold[:found], cold_steps), (hot_positions[:kept], hot_steps[:kept])]
 
 
-def _read_levels(levels: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-    """Weights int64 [EXPONENTS], groups uint8 [EXPONENTS] (0: not hot), number of groups."""
-    octaves = np.maximum((levels >> 2) - 1, 0)
-    lowest = np.where(levels < 4, levels, (4 + (levels & 3)) << octaves)
-    hot = levels >= HOT
-    weights = np.where(hot, HOT_WEIGHT, lowest + ((1 << octaves) >> 1))
-    groups = np.where(hot, np.cumsum(levels == HOT_NEXT), 0)
-    return weights, groups.astype(np.uint8), int(groups.max()) + 1
+def _hot_limit(elements: np.ndarray, changes: np.ndarray) -> int:
+    hot = np.where(changes >= HOT_FROM * elements, changes, 0)
+    above = hot[::-1].cumsum()[::-1]  # of this exponent and all higher ones
+    return int(np.count_nonzero(above > STRAY * changes.sum()))
+
+
+def _model_of(levels: np.ndarray, limit: int) -> _Model:
+    bits = np.maximum((levels >> 2) - 1, 0)
+    weights = ((levels - (bits << 2)) << bits) + ((1 << bits) >> 1)  # the middle of what has this symbol
+    weights[:limit] = 0
+    groups = np.maximum(np.cumsum(levels > 0), 1)
+    groups[limit:] = 0
+    return _Model(weights, groups.astype(np.uint8), int(groups.max()) + 1)
+
+
+def _find_hot(base: np.ndarray, limit: int, model: _Model, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Positions uint32 and groups uint8 of the hot elements; of `count` of them, if known."""
+    hot = np.empty(len(base) if count < 0 else count, np.uint32)
+    groups = np.empty(len(hot), np.uint8)
+    found = _hot(base, limit, model.groups, hot, groups) if limit else 0
+    return hot[:found], groups[:found]
 
 
 # ---------------------------------------------------------------- kernels
@@ -187,19 +227,18 @@ def _count(
     return 0
 
 
-@kernel(I64, I64_IN, I64_IN, I64_IN, I64_OUT)
-def _set_levels(elements: np.ndarray, changes: np.ndarray, numbers: np.ndarray, levels: np.ndarray) -> int:
+@kernel(I64, I64_IN, I64_IN, I64_IN, I64, I64_OUT)
+def _set_levels(
+    elements: np.ndarray, changes: np.ndarray, numbers: np.ndarray, limit: int, levels: np.ndarray
+) -> int:
     """Hot exponents join the group before as long as that costs no more than a table of their own."""
+    for exponent in range(limit, EXPONENTS):
+        if changes[exponent]:
+            chance = min(changes[exponent] / elements[exponent], SURE)
+            levels[exponent] = symbol_of(max(int64(-math.log(1.0 - chance) * UNIT + 0.5), 1))
     group = np.zeros(SYMBOLS, np.int64)
-    group_cost, any_hot, made = 0.0, False, 0
-    for exponent in range(EXPONENTS):
-        if changes[exponent] == 0:
-            continue
-        chance = changes[exponent] / elements[exponent]
-        if chance < HOT_FROM:
-            weight = int64(-math.log(1.0 - chance) * UNIT + 0.5)
-            levels[exponent] = symbol_of(max(weight, 1))
-            continue
+    group_cost, made = 0.0, 0
+    for exponent in range(limit):
         alone = together = 0.0
         alone_total = together_total = 0
         for symbol in range(SYMBOLS):
@@ -211,75 +250,69 @@ def _set_levels(elements: np.ndarray, changes: np.ndarray, numbers: np.ndarray, 
                 alone += 5.0 - mine * math.log2(mine)  # a table takes about 5 bits a symbol
             if both:
                 together += 5.0 - both * math.log2(both)
-        alone += alone_total * math.log2(alone_total) + 12.0
-        together += together_total * math.log2(together_total) + 12.0
-        joins = any_hot and (together <= alone + group_cost or made == _GROUPS - 2)
-        levels[exponent] = HOT if joins else HOT_NEXT
+        if changes[exponent] == 0 and made == 0:
+            # Leaves no trace in the levels: the first group has begun before the first exponent that changes.
+            for symbol in range(SYMBOLS):
+                group[symbol] += numbers[exponent * SYMBOLS + symbol]
+            continue
+        alone += alone_total * math.log2(max(alone_total, 1)) + 64.0
+        together += together_total * math.log2(max(together_total, 1)) + 64.0
+        joins = made and (together <= alone + group_cost or made == _GROUPS or changes[exponent] == 0)
         if not joins:
             made += 1
-        any_hot = True
-        group_cost = together if joins else alone
+        levels[exponent] = int64(not joins)
+        group_cost = together if joins or made == 1 else alone
         for symbol in range(SYMBOLS):
-            group[symbol] = numbers[exponent * SYMBOLS + symbol] + (group[symbol] if joins else 0)
-    return 0
+            mine = numbers[exponent * SYMBOLS + symbol]
+            group[symbol] = mine + (group[symbol] if joins or made == 1 else 0)
+    return made
 
 
-@kernel(I64, U16, U32, I16, I64_IN, U8, I64_OUT, U32_OUT, U32_OUT, U32_OUT, U32_OUT)
+@helper
+def _weigh(weights: np.ndarray, four: Any) -> int:
+    """Of four elements, in one word."""
+    mask = uint64(0xFF)
+    low: int = weights[(four >> uint64(7)) & mask] + weights[(four >> uint64(23)) & mask]
+    return low + (weights[(four >> uint64(39)) & mask] + weights[(four >> uint64(55)) & mask])
+
+
+@kernel(I64, U16, U32, I16, I64, I64_IN, U32_OUT, U32_OUT, U32_OUT, U32_OUT)
 def _survey(
     base: np.ndarray,
     positions: np.ndarray,
     steps: np.ndarray,
+    limit: int,
     weights: np.ndarray,
-    groups: np.ndarray,
-    cursors: np.ndarray,
     told: np.ndarray,
     buckets: np.ndarray,
     lows: np.ndarray,
     parts: np.ndarray,
 ) -> int:
-    """What the decoder will be told: steps by group into `told` (each group from its cursor on), and for every symbol
-    its bucket and the element's part of that, [low, low + part). Returns the number of symbols."""
-    n = len(base)
-    made = change = 0
-    next_change = int64(positions[0])
-    length = 0  # since the last change
-    i = 0
-    while i < n:
-        if i + 4 <= n and i + 4 <= next_change:
-            sum_4 = (
-                weights[(int64(base[i]) >> 7) & 0xFF]
-                + weights[(int64(base[i + 1]) >> 7) & 0xFF]
-                + weights[(int64(base[i + 2]) >> 7) & 0xFF]
-                + weights[(int64(base[i + 3]) >> 7) & 0xFF]
-            )
-            if sum_4 < HOT_WEIGHT:
-                length += sum_4
-                i += 4
-                continue
-        exponent = (int64(base[i]) >> 7) & 0xFF
-        weight = weights[exponent]
-        number = 0
-        changed = i == next_change
-        if changed:
-            number = step_number(int64(steps[change]))
-            change += 1
-            next_change = int64(positions[change]) if change < len(positions) else n
-        i += 1
-        if weight == HOT_WEIGHT:
-            group = groups[exponent]
-            told[cursors[group]] = number
-            cursors[group] += 1
+    """What the decoder will be told of elements that are not hot: steps, and for every bucket the element's part of
+    it, [low, low + part). Returns the number of buckets."""
+    made = cold = 0
+    at = 0  # elements before are in `length`, or before the last change
+    length = 0
+    for change in range(len(positions)):
+        position = int64(positions[change])
+        exponent = (int64(base[position]) >> 7) & 0xFF
+        if exponent < limit:
             continue
-        if not changed:
-            length += weight
-            continue
-        told[cursors[0]] = number - 1
-        cursors[0] += 1
+        while at + 4 <= position:
+            length += _weigh(weights, load_u64(base, at))
+            at += 4
+        while at < position:
+            length += weights[(int64(base[uint64(at)]) >> 7) & 0xFF]
+            at += 1
+        at = position + 1
+        told[uint64(cold)] = step_number(int64(steps[change])) - 1
+        cold += 1
         while length >= SKIP_LENGTH:
-            buckets[made] = SKIP
+            buckets[uint64(made)] = SKIP
             made += 1
             length -= SKIP_LENGTH
         # An element across a border is told by its larger part.
+        weight = weights[exponent]
         bucket = symbol_of(length >> BUCKET_BITS)
         low = length - (lowest_of(bucket) << BUCKET_BITS)
         part = min(weight, (1 << (BUCKET_BITS + low_bits_of(bucket))) - low)
@@ -287,9 +320,9 @@ def _survey(
             bucket += 1
             low = 0
             part = min(weight - part, 1 << (BUCKET_BITS + low_bits_of(bucket)))
-        buckets[made] = bucket
-        lows[made] = low
-        parts[made] = part
+        buckets[uint64(made)] = bucket
+        lows[uint64(made)] = low
+        parts[uint64(made)] = part
         made += 1
         length = 0
     return made
@@ -320,23 +353,17 @@ def _put_walk(buckets: np.ndarray, lows: np.ndarray, parts: np.ndarray, words: n
     return at - 2
 
 
-@kernel(I64, U16, I64_IN, U8, U32, U32, U32_OUT, U8_OUT)
+@kernel(I64, U16, I64_IN, U32, U32, U32_OUT)
 def _walk(
-    base: np.ndarray,
-    weights: np.ndarray,
-    groups: np.ndarray,
-    buckets: np.ndarray,
-    words: np.ndarray,
-    stops: np.ndarray,
-    told_by: np.ndarray,
+    base: np.ndarray, weights: np.ndarray, buckets: np.ndarray, words: np.ndarray, stops: np.ndarray
 ) -> int:
-    """Finds every element whose step is told, and by which group. How many, or BAD."""
+    """Finds the elements that change and are not hot. How many, or BAD."""
     n = len(base)
     if len(words) < 2:
         return BAD
     state = uint64(words[0]) | (uint64(words[1]) << uint64(32))
     word = 2
-    i = found = 0
+    at = found = 0
     ahead = 0
     for j in range(len(buckets)):
         bucket = int64(buckets[j])
@@ -350,75 +377,116 @@ def _walk(
         ahead = 0
         value = int64(state & uint64((1 << bits) - 1))
         target = border + value
-        length = weight = 0
+        end = 0  # on the axis, of the element before `at`; the last change is at 0
+        while at + 4 <= n:
+            after = end + _weigh(weights, load_u64(base, at))
+            if after > target:
+                break
+            end = after
+            at += 4
         while True:
-            while i + 4 <= n:
-                sum_4 = (
-                    weights[(int64(base[i]) >> 7) & 0xFF]
-                    + weights[(int64(base[i + 1]) >> 7) & 0xFF]
-                    + weights[(int64(base[i + 2]) >> 7) & 0xFF]
-                    + weights[(int64(base[i + 3]) >> 7) & 0xFF]
-                )
-                if length + sum_4 > target:
-                    break
-                length += sum_4
-                i += 4
-            if i >= n:
+            if at >= n:
                 return BAD
-            exponent = (int64(base[i]) >> 7) & 0xFF
-            weight = weights[exponent]
-            if weight == HOT_WEIGHT:
-                stops[found] = i
-                told_by[found] = groups[exponent]
-                found += 1
-            else:
-                length += weight
-                if length > target:
-                    break
-            i += 1
-        stops[found] = i
-        told_by[found] = 0
+            weight = weights[(int64(base[uint64(at)]) >> 7) & 0xFF]
+            end += weight
+            at += 1
+            if end > target:
+                break
+        if found == len(stops):
+            return BAD
+        stops[uint64(found)] = at - 1
         found += 1
-        i += 1
-        low = max(length - weight - border, 0)
-        part = min(length - border, 1 << bits) - low
+        low = max(end - weight - border, 0)
+        part = min(end - border, 1 << bits) - low
         state = uint64(part) * (state >> uint64(bits)) + uint64(value - low)
         if state < uint64(1 << 32):
             if word == len(words):
                 return BAD
-            state = (state << uint64(32)) | uint64(words[word])
+            state = (state << uint64(32)) | uint64(words[uint64(word)])
             word += 1
-    while i < n:
-        exponent = (int64(base[i]) >> 7) & 0xFF
-        if weights[exponent] == HOT_WEIGHT:
-            stops[found] = i
-            told_by[found] = groups[exponent]
+    return found if ahead == 0 and word == len(words) and state == uint64(1 << 32) else BAD
+
+
+@kernel(I64, U16, I64, U8, U32_OUT, U8_OUT)
+def _hot(
+    base: np.ndarray, limit: int, groups: np.ndarray, positions: np.ndarray, told_by: np.ndarray
+) -> int:
+    """Positions and groups of all elements whose exponent is below the limit; how many."""
+    found = at = 0
+    while at + 64 <= len(base):
+        below = below_64(base, at, limit << 7) if limit < EXPONENTS else ~uint64(0)
+        while below != uint64(0):
+            position = at + low_bit(below)
+            positions[uint64(found)] = position
+            told_by[uint64(found)] = groups[(int64(base[uint64(position)]) >> 7) & 0xFF]
             found += 1
-        i += 1
-    if ahead or word != len(words) or state != uint64(1 << 32):
-        return BAD
+            below &= below - uint64(1)
+        at += 64
+    for i in range(at, len(base)):
+        exponent = (int64(base[i]) >> 7) & 0xFF
+        if exponent < limit:
+            positions[uint64(found)] = i
+            told_by[uint64(found)] = groups[exponent]
+            found += 1
     return found
 
 
+@kernel(I64, U16, U32, I16, I64, U32, U8, I64_IN, U32_OUT)
+def _tell_hot(
+    base: np.ndarray,
+    positions: np.ndarray,
+    steps: np.ndarray,
+    limit: int,
+    hot: np.ndarray,
+    told_by: np.ndarray,
+    starts: np.ndarray,
+    told: np.ndarray,
+) -> int:
+    """The steps of hot elements into `told` (zeros), where each group starts."""
+    cursors = starts.copy()
+    change = 0
+    for i in range(len(hot)):
+        while change < len(positions) and positions[uint64(change)] < hot[i]:
+            change += 1  # one that is not hot
+        cursor = cursors[told_by[i]]
+        cursors[told_by[i]] = cursor + 1
+        if change < len(positions) and positions[uint64(change)] == hot[i]:
+            told[uint64(cursor)] = step_number(int64(steps[uint64(change)]))
+    return change
+
+
 @kernel(I64, U32, U8, U32, I64_IN, U32_OUT, I16_OUT)
-def _deal(
-    stops: np.ndarray,
+def _deal_hot(
+    hot: np.ndarray,
     told_by: np.ndarray,
     told: np.ndarray,
     starts: np.ndarray,
     positions: np.ndarray,
     steps: np.ndarray,
 ) -> int:
-    """Gives every stop the next step of its group; those of 0 are left out. The number of changes, or BAD."""
+    """Gives every hot element, of groups 1, 2, …, the next step of its group; those of 0 are left out. The number of
+    changes, or BAD."""
     cursors = starts.copy()
     made = 0
-    for i in range(len(stops)):
-        group = int64(told_by[i])
-        number = int64(told[cursors[group]]) + int64(group == 0)
-        cursors[group] += 1
-        if number > 0xFFFF:
-            return BAD
-        positions[made] = stops[i]  # overwritten unless something changed: the outputs hold one more
-        steps[made] = number_step(number)
+    largest = 0
+    for i in range(len(hot)):
+        group = int64(told_by[i]) - 1
+        cursor = cursors[group]
+        cursors[group] = cursor + 1
+        number = int64(told[uint64(cursor)])
+        largest = max(largest, number)
+        positions[uint64(made)] = hot[i]  # overwritten unless something changed: the outputs hold one more
+        steps[uint64(made)] = number_step(number)
         made += int64(number != 0)
-    return made
+    return made if largest <= 0xFFFF else BAD
+
+
+@kernel(I64, U32, I16_OUT)
+def _deal(told: np.ndarray, steps: np.ndarray) -> int:
+    """Of elements that are not hot: none is 0."""
+    largest = 0
+    for i in range(len(told)):
+        number = int64(told[i]) + 1
+        largest = max(largest, number)
+        steps[i] = number_step(number)
+    return 0 if largest <= 0xFFFF else BAD

@@ -118,7 +118,7 @@ def _load(context: Any, builder: Any, signature: Any, values: Any, kind: Any) ->
 
 @intrinsic  # type: ignore[untyped-decorator]
 def load_u16(_: Any, array: Any, at: Any) -> Any:
-    """int64: the two bytes from element `at` of an array on. Unaligned, little-endian, unchecked: at >= 0, and inside."""
+    """int64: the two bytes from element `at` of an array on. Unaligned, little-endian, unchecked: 0 <= at, inside."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         loaded = _load(context, builder, signature, values, ir.IntType(16))
@@ -187,7 +187,7 @@ def differ_64(_: Any, first: Any, second: Any, at: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def below_64(_: Any, array: Any, at: Any, limit: Any) -> Any:
-    """uint64: bit i tells whether array[at + i] without its highest bit is below `limit`, for 64 elements of uint16."""
+    """uint64: bit i tells whether array[at + i] without its highest bit is below `limit`, for 64 of a uint16 array."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         vector = ir.VectorType(ir.IntType(16), _LANES)

@@ -18,7 +18,7 @@ _LEVEL = 1
 
 
 def encode_planes(base: Any, new: Any, itemsize: int) -> bytes | None:
-    """`base` and `new`: contiguous buffers of equally many bytes, a multiple of `itemsize`. None if they are equal."""
+    """`base`, `new`: contiguous buffers of equally many bytes, a multiple of `itemsize`. None if they are equal."""
     before, after = _flat(base), _flat(new)
     if len(before) != len(after) or itemsize < 1 or len(after) % itemsize:
         raise ValueError(f"no {itemsize}-byte items in {len(before)} and {len(after)} bytes")

@@ -1,8 +1,8 @@
 """The frequencies of symbols: chosen, written, read.
 
 Written are the levels of the frequencies (a quarter of an octave each: 0.002 bits a symbol lost), as Rice codes of
-the differences between neighbours; or, where that is shorter in all, a model with a number or two. Both sides make the
-frequencies from what is written, with integers only: they must get the same on every machine.
+the differences between neighbours; or, where that is shorter in all, a model with a number or two. Both sides make
+the frequencies from what is written, with integers only: they must get the same on every machine.
 
     2 bits kind | explicit: 7 bits symbols - 1, 2 bits of Rice's parameter, the codes
                 | geometric: 8 bits                             (gaps among independent changes)
@@ -95,9 +95,8 @@ def put_table(counts: np.ndarray, span: int, header: BitWriter) -> np.ndarray:
         model_bits = _model(kind, code, _last_gap(span), counts, model) + 8
     elif bits < _FALLING_BITS:
         kind = _FALLING
-        model_bits, code = min((_model(kind, ratio, last, counts, model), ratio) for ratio in range(1, 16))
-        _model(kind, code, last, counts, model)
-        model_bits += 11
+        code = _best_ratio(last, counts, model)
+        model_bits = _model(kind, code, last, counts, model) + 11
     if model_bits >= bits + size:
         header.put(_EXPLICIT, 2)
         header.put_array(explicit[:size])
@@ -210,6 +209,16 @@ def _power(base: Any, exponent: int) -> Any:
     return result
 
 
+@helper
+def _fall(ratio: int, last: int, frequencies: np.ndarray) -> None:
+    """Every second symbol ratio / 16 as frequent as the one before."""
+    frequency = 1 << 20
+    for symbol in range(SYMBOLS):
+        frequencies[symbol] = max(1, frequency) if symbol <= last else 0
+        if symbol & 1:
+            frequency = (frequency * ratio) >> 4
+
+
 @kernel(F64, I64, I64, I64, I64_IN, I64_OUT)
 def _model(kind: int, code: int, last: int, counts: np.ndarray, frequencies: np.ndarray) -> float:
     """The frequencies of a model up to the symbol `last`; bits of all symbols."""
@@ -223,13 +232,22 @@ def _model(kind: int, code: int, last: int, counts: np.ndarray, frequencies: np.
                 frequencies[symbol] = max(1, int64((before - after) >> uint64(12)))
                 before = after
     else:
-        frequency = 1 << 20
-        for symbol in range(SYMBOLS):
-            frequencies[symbol] = max(1, frequency) if symbol <= last else 0
-            if symbol & 1:
-                frequency = (frequency * code) >> 4
+        _fall(code, last, frequencies)
     _fit(frequencies)
     return _cost(counts, frequencies)
+
+
+@kernel(I64, I64, I64_IN, I64_OUT)
+def _best_ratio(last: int, counts: np.ndarray, frequencies: np.ndarray) -> int:
+    """Of _FALLING; `frequencies` are scratch."""
+    best, best_bits = 1, math.inf
+    for ratio in range(1, 16):
+        _fall(ratio, last, frequencies)
+        _fit(frequencies)
+        bits = _cost(counts, frequencies)
+        if bits < best_bits:
+            best, best_bits = ratio, bits
+    return best
 
 
 @helper

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from async_rl.errors import Corrupt
+from async_rl.weights.codec.digest import MASK
 
 __all__ = [
     "TILE",
@@ -87,14 +88,15 @@ def apply_tile(mode: int, data: bytes | memoryview, values: np.ndarray, place: i
     """Change `values` in place; (changed, moved) as found. Raises Corrupt, with `values` as they were."""
     from async_rl.weights.codec import contexts, elements
 
+    found: list[Steps] | None
     if mode == Mode.SMALL:
         found = contexts.decode_small(np.frombuffer(data, np.uint8), values)
         if found is None:
             raise Corrupt(f"a coded tile of mode {mode}, {len(data)} bytes, contradicts itself or its base")
-        positions, steps = found
     else:
-        positions, steps = tile_steps(mode, data, len(values))
-    return len(positions), int(elements.apply(values, positions, steps, place))
+        found = [tile_steps(mode, data, len(values))]
+    moved = sum(int(elements.apply(values, positions, steps, place)) for positions, steps in found)
+    return sum(len(positions) for positions, _ in found), moved & MASK
 
 
 def tile_steps(mode: int, data: bytes | memoryview, count: int) -> Steps:
