@@ -9,6 +9,7 @@ next version, a run that goes on. Cases of one kind share a run where they can: 
 from __future__ import annotations
 
 import os
+import random
 import re
 import sys
 import tempfile
@@ -47,6 +48,9 @@ OFTEN = 3
 
 LIVES_TO_TRY = 4
 """Skips and anchors come at certain versions: a life that does not come to its point is followed by another."""
+
+FLIPS = 40
+"""Bits per small object."""
 
 VERSIONS_TO_RECOVER = 8
 """After damage the reader must be right again within so many further versions: an anchor comes every fourth."""
@@ -252,6 +256,42 @@ class Bench:
             if trouble is None:
                 return
         raise Wrong(f"no reader was right again within {VERSIONS_TO_RECOVER} versions: {trouble}")
+
+    def bits_flipped(self) -> None:
+        """In the small objects, which carry no hash of their own, at places drawn by chance: right, or refused."""
+        source = random.Random(self.seed)
+        with self.world() as world:
+            trainer = world.trainer()
+            trainer.publish(6)
+            newest = max(world.truth())
+            edge = next(edge for edge in list_edges(world.store) if edge.base < 0)
+            manifest = lineage.version_key(newest)
+            for key in (manifest, edge.key, lineage.claim_key(0), "run.json"):
+                data = world.store.get(key)
+                bits = sorted(source.sample(range(8 * len(data)), FLIPS))
+                if key == manifest:
+                    at = data.index(b'"step":') + len(b'"step":')
+                    bits += [8 * at + bit for bit in range(3)]
+                for bit in bits[self._part]:
+                    with self.case("bit flipped in a small object", f"{key.partition('/')[0]}, bit {bit}"):
+                        self._flip(world, key, data, bit)
+            with self.case("bit flipped in a small object", "in the end the run goes on"):
+                trainer.publish(2)
+                world.check_newest("in the end")
+
+    def _flip(self, world: World, key: str, data: bytes, bit: int) -> None:
+        truth = world.truth()
+        changed = bytearray(data)
+        changed[bit // 8] ^= 1 << (bit % 8)
+        world.store.put(key, bytes(changed))
+        try:
+            answer = world.ask("follow", f"bit-{bit}")
+        finally:
+            world.store.put(key, data)
+        if "version" in answer:
+            text = bytes(changed[max(0, bit // 8 - 30) : bit // 8 + 10])
+            world.check(answer, truth, f"after {text!r} was read")
+        world.ask("forget", f"bit-{bit}")
 
     # ------------------------------------------------------------ stale answers
 
@@ -485,6 +525,7 @@ SUITES: dict[str, Callable[[Bench], None]] = {
     "reader from nothing": lambda each: each.reader_killed("nothing"),
     "reader from an older version": lambda each: each.reader_killed("an older version"),
     "damaged": Bench.damaged,
+    "bits": Bench.bits_flipped,
     "stale": Bench.stale_once,
     "two trainers": Bench.two_trainers,
 }

@@ -8,8 +8,8 @@ Orders over the link, each with the name of a cache folder (`"cache"`), which is
     close     end this reader
     forget    … and its folder
 
-With `"needs": tensor` a reader keeps that one only. Answers: `{"version": …, "step": …, "hash": …}`, `{"nothing": true}`,
-`{"whole": …, "held": …}`, or `{"error": …, "message": …}`.
+With `"needs": tensor` a reader keeps that one only. Answers: `{"version": …, "step": …, "hash": …}`,
+`{"nothing": true}`, `{"whole": …, "held": …}`, or `{"error": …, "message": …}`.
 """
 
 from __future__ import annotations
