@@ -31,7 +31,6 @@ __all__ = [
 
 log = get_logger(__name__)
 
-_HASH_BLOCK_BYTES = 4 << 20
 _SHARED_MEMORY = Path("/dev/shm")
 _SCRATCH = "async-rl-weights-"
 _LEFT_BEHIND_S = 60.0  # a scratch folder that nobody has locked after this long is a killed process's
@@ -84,11 +83,10 @@ def write_at(path: Path, start: int, data: bytes | memoryview) -> None:
 
 
 def sha256_of(path: Path) -> str:
-    result = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(_HASH_BLOCK_BYTES):
-            result.update(block)
-    return result.hexdigest()
+    with path.open("rb", buffering=0) as file:
+        return hashlib.file_digest(
+            file, "sha256"
+        ).hexdigest()  # in small blocks, one buffer: they stay in the cache
 
 
 class FolderLock:
