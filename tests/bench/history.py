@@ -1,6 +1,6 @@
 """What 300 versions cost in the bucket, and what a late reader reads of it.
 
-A model of 21 M weights that move as under Adam (training.py), published by the real Publisher, anchors included,
+A model of 12 M weights that move as under Adam (training.py), published by the real Publisher, anchors included,
 with the real compactor after every commit, into a folder store that counts. Then
 
     a reader with nothing             joins at the newest version
