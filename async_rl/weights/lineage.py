@@ -59,6 +59,7 @@ _CLAIM_TRIES = 100  # each lost race means that somebody else claimed: a hundred
 
 Count = Annotated[int, Meta(ge=0)]
 Record = TypeVar("Record", bound=Struct)
+SealedRecord = TypeVar("SealedRecord", "Claim", "Manifest")
 
 
 class Claim(Struct, frozen=True):
@@ -66,6 +67,7 @@ class Claim(Struct, frozen=True):
     nonce: str  # tells our own retried put from another trainer's
     first_version: Count  # what this incarnation may write starts here
     created: float  # seconds since the epoch, by the trainer's clock: for people, never compared
+    seal: str = ""  # see `sealed`
 
 
 class TableRef(Struct, frozen=True):
@@ -112,6 +114,7 @@ class Manifest(Struct, frozen=True):
     way: Way  # the one it was published with; ways.py has the others
     digest: str  # of the whole state: codec/digest.py, 16 hex digits
     created: float
+    seal: str = ""  # see `sealed`
 
 
 class Verdict(Enum):
@@ -160,6 +163,17 @@ def state_digest(packs: Sequence[Pack]) -> str:
     return hashlib.sha256("".join(pack.sha256 for pack in packs).encode()).hexdigest()
 
 
+def sealed(record: SealedRecord) -> SealedRecord:
+    """With a hash of its other fields. The weights have digests and hashes of their own; a bit that flips in a step
+    (lag is counted by it) or in a claim would go unnoticed without it."""
+    return msgspec.structs.replace(record, seal=_seal_of(record))
+
+
+def _seal_of(record: Claim | Manifest) -> str:
+    plain = msgspec.structs.replace(record, seal="")
+    return hashlib.sha256(msgspec.json.encode(plain)).hexdigest()[:16]
+
+
 # ---------------------------------------------------------------- in the store
 
 
@@ -178,7 +192,7 @@ def claim(store: ObjectStore) -> Claim:
     for _ in range(_CLAIM_TRIES):
         newest = max(_numbers(store, INCARNATIONS, -1), default=-1)
         first = max(_numbers(store, VERSIONS, -1), default=-1) + 1
-        ours = Claim(newest + 1, nonce, first, time.time())
+        ours = sealed(Claim(newest + 1, nonce, first, time.time()))
         try:
             store.put_if_absent(claim_key(ours.incarnation), msgspec.json.encode(ours))
         except AlreadyExists:
@@ -258,6 +272,12 @@ def _numbers(store: ObjectStore, prefix: str, after: int) -> Iterator[int]:
 def _read(store: ObjectStore, key: str, kind: type[Record]) -> Record:
     data = store.get(key)
     try:
-        return msgspec.json.decode(data, type=kind)
+        record = msgspec.json.decode(data, type=kind)
     except msgspec.DecodeError as error:
         raise Corrupt(f"{key} in {store.url} is not a valid {kind.__name__.lower()}: {error}") from error
+    if isinstance(record, Claim | Manifest) and record.seal not in ("", _seal_of(record)):
+        raise Corrupt(
+            f"{key} in {store.url} is not what was written: its fields differ from its seal",
+            hint="the object was damaged or edited; `async-rl weights verify` tells what else is",
+        )
+    return record

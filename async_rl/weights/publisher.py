@@ -397,7 +397,7 @@ class Publisher:
             created=time.time(),
         )
         lineage.check_not_fenced(self._store, self._claim)
-        manifest = self._put_manifest(wanted)
+        manifest = self._put_manifest(lineage.sealed(wanted))
         # A claim made between the look and the put may begin at this very number: then readers ignore it.
         lineage.check_not_fenced(self._store, self._claim)
         return manifest
@@ -418,7 +418,9 @@ class Publisher:
                 "version number taken, skipped", version=wanted.version, incarnation=found.incarnation
             )
             parent = found.version if found.nonce == self._claim.nonce else wanted.parent
-            wanted = msgspec.structs.replace(wanted, version=wanted.version + 1, parent=parent)
+            wanted = lineage.sealed(
+                msgspec.structs.replace(wanted, version=wanted.version + 1, parent=parent)
+            )
 
 
 def _report_of(error: BaseException) -> Report:

@@ -130,6 +130,11 @@ def _manifest_number() -> None:
         module.read_manifest = read
 
 
+def _seal() -> None:
+    """That a manifest's fields are those that were written."""
+    lineage._seal_of = lambda record: record.seal
+
+
 def _packs_first() -> None:
     """That a version's packs are whole before its manifest is put."""
     later: list[tuple[S3Store, str, bytes]] = []
@@ -211,6 +216,7 @@ GUARDS: dict[str, Callable[[], None]] = {
     "mark of a torn shadow": _torn_mark,
     "claims": _claims,
     "number in a manifest": _manifest_number,
+    "seal": _seal,
     "packs before the manifest": _packs_first,
     "promotion after the commit": _promotion,
     "conditional put": _conditional_put,

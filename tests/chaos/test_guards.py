@@ -83,9 +83,8 @@ def manifest_with_the_way_of_another_version(world: World, without: list[str]) -
     manifest = lineage.read_manifest(world.store, version)
     other = next(edge for edge in list_edges(world.store) if edge.base < 0 and edge.version < version)
     way = read_way(world.store, other).way
-    world.store.put(
-        lineage.version_key(version), msgspec.json.encode(msgspec.structs.replace(manifest, way=way))
-    )
+    forged = lineage.sealed(msgspec.structs.replace(manifest, way=way))
+    world.store.put(lineage.version_key(version), msgspec.json.encode(forged))
     answer = world.ask("follow", "joiner")
     if "version" in answer:
         world.check(answer, truth, "a joiner")
@@ -124,6 +123,18 @@ def manifest_swapped_with_an_older_one(world: World, without: list[str]) -> None
     answer = world.ask("follow", "follower")
     if "version" in answer and world.check(answer, truth, "the follower") < held:
         raise Wrong(f"version {answer['version']} was served after version {held}")
+
+
+def step_changed_in_a_manifest(world: World, without: list[str]) -> None:
+    """The weights are right, their place in the lineage is not."""
+    trainer = _follow(world, without)
+    (version,) = trainer.publish(1)
+    truth = world.truth()
+    key = lineage.version_key(version)
+    world.store.put(key, world.store.get(key).replace(b'"step":7', b'"step":6'))
+    answer = world.ask("follow", "follower")
+    if "version" in answer:
+        world.check(answer, truth, "the follower")
 
 
 def zombie_reader(world: World, without: list[str]) -> None:
@@ -190,6 +201,7 @@ GUARDS = [
         "mark of a torn shadow", killed_while_a_tile_is_applied, ("rehash of the cache", "effect of a tile")
     ),
     Guard("number in a manifest", manifest_swapped_with_an_older_one),
+    Guard("seal", step_changed_in_a_manifest),
     Guard("claims", zombie_reader),
     Guard("packs before the manifest", killed_after_the_manifest),
     Guard("promotion after the commit", version_given_up),

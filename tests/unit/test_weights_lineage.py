@@ -21,6 +21,9 @@ from async_rl.weights.lineage import (
     admissible,
     decide,
     newest_admissible,
+    read_claims,
+    read_manifest,
+    sealed,
 )
 from tests.weights_support import MemoryStore, ScriptedStore
 
@@ -222,3 +225,22 @@ def test_whatever_zombies_do_the_versions_that_count_form_one_history(
         m for v in lineage.list_versions(store) if admissible(m := lineage.read_manifest(store, v), claims)
     ]
     assert [m.incarnation for m in counting] == sorted(m.incarnation for m in counting)
+
+
+def test_a_record_whose_fields_differ_from_its_seal_is_refused() -> None:
+    store = MemoryStore()
+    lineage.claim(store)
+    key = lineage.claim_key(0)
+    store.put(key, store.get(key).replace(b'"first_version":0', b'"first_version":8'))
+    with pytest.raises(Corrupt, match="seal"):
+        read_claims(store)
+
+
+def test_a_manifest_whose_step_was_changed_is_refused() -> None:
+    store = MemoryStore()
+    data = msgspec.json.encode(sealed(a_manifest(7, 0)))
+    store.put(lineage.version_key(7), data)
+    assert read_manifest(store, 7) == sealed(a_manifest(7, 0))
+    store.put(lineage.version_key(7), data.replace(b'"step":7', b'"step":3'))
+    with pytest.raises(Corrupt, match="seal"):
+        read_manifest(store, 7)
