@@ -273,7 +273,8 @@ def _weigh(weights: np.ndarray, four: Any) -> int:
     """Of four elements, in one word."""
     mask = uint64(0xFF)
     low: int = weights[(four >> uint64(7)) & mask] + weights[(four >> uint64(23)) & mask]
-    return low + (weights[(four >> uint64(39)) & mask] + weights[(four >> uint64(55)) & mask])
+    high: int = weights[(four >> uint64(39)) & mask] + weights[(four >> uint64(55)) & mask]
+    return low + high
 
 
 @kernel(I64, U16, U32, I16, I64, I64_IN, U32_OUT, U32_OUT, U32_OUT, U32_OUT)

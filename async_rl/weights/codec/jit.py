@@ -187,7 +187,7 @@ def differ_64(_: Any, first: Any, second: Any, at: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def below_64(_: Any, array: Any, at: Any, limit: Any) -> Any:
-    """uint64: bit i tells whether array[at + i] without its highest bit is below `limit`, for 64 of a uint16 array."""
+    """uint64: bit i tells whether array[at + i] without its highest bit is below `limit`, for 64 elements."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         vector = ir.VectorType(ir.IntType(16), _LANES)

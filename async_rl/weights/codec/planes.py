@@ -32,6 +32,8 @@ def apply_planes(data: bytes | memoryview, values: Any, itemsize: int) -> None:
     """Changes `values`, a writable contiguous buffer, in place. Raises Corrupt, with `values` as they were."""
     found = _flat(values)
     try:
+        if zstandard.frame_content_size(bytes(data)) != len(found):  # before anything is allocated
+            raise zstandard.ZstdError("of another size")
         planes = zstandard.ZstdDecompressor().decompress(bytes(data), max_output_size=max(len(found), 1))
     except zstandard.ZstdError as error:
         raise Corrupt(f"the byte planes of a tensor can't be read: {error}") from error

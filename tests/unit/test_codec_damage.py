@@ -1,0 +1,136 @@
+"""Coded bytes that nobody wrote: refused or harmless, never out of bounds."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from async_rl.errors import Corrupt
+from async_rl.weights.codec import Mode, apply_planes, apply_tile, encode_planes, tile_steps
+from async_rl.weights.codec.contexts import encode_small
+from async_rl.weights.codec.steps import encode_dense, encode_steps
+from tests.unit.test_codec import changes
+
+quick = settings(max_examples=150, deadline=None)
+modes = st.sampled_from(list(Mode))
+GUARD = 64
+
+
+def apply_guarded(mode, data, base):
+    """Applies between two walls; (what came out, or None for Corrupt)."""
+    walled = np.full(len(base) + 2 * GUARD, 0xABCD, np.uint16)
+    inside = walled[GUARD:-GUARD]
+    inside[:] = base
+    try:
+        changed, moved = apply_tile(mode, data, inside, 0)
+    except Corrupt:
+        assert np.array_equal(inside, base), "a refused tile has changed something"
+        changed = -1
+    else:
+        assert 0 <= changed <= len(base) and 0 <= moved < 1 << 64
+    assert (walled[:GUARD] == 0xABCD).all() and (walled[-GUARD:] == 0xABCD).all()
+    return inside if changed >= 0 else None
+
+
+def coded_by(mode, base, new):
+    positions = np.flatnonzero(base != new).astype(np.uint32)
+    steps = (new[positions] - base[positions]).view(np.int16)  # any steps that are not 0 will do
+    if mode == Mode.SMALL:
+        return encode_small(base, positions, steps)
+    return (encode_dense if mode == Mode.DENSE else encode_steps)(positions, steps, len(base))
+
+
+@quick
+@given(modes, st.binary(max_size=300), st.integers(1, 5000))
+def test_random_bytes_are_refused_or_stay_inside(mode, data, count):
+    apply_guarded(mode, data, np.zeros(count, np.uint16))
+
+
+@quick
+@given(modes, changes(longest=3000), st.data())
+def test_a_flipped_bit_is_refused_or_stays_inside(mode, pair, draw):
+    base, new = pair
+    if np.array_equal(base, new):
+        return
+    data = bytearray(coded_by(mode, base, new))
+    at = draw.draw(st.integers(0, 8 * len(data) - 1))
+    data[at >> 3] ^= 1 << (at & 7)
+    apply_guarded(mode, bytes(data), base)
+
+
+@quick
+@given(modes, changes(longest=3000), st.data())
+def test_a_changed_byte_of_the_header_is_refused_or_stays_inside(mode, pair, draw):
+    base, new = pair
+    if np.array_equal(base, new):
+        return
+    data = bytearray(coded_by(mode, base, new))
+    data[draw.draw(st.integers(0, min(len(data), 24) - 1))] = draw.draw(st.integers(0, 255))
+    apply_guarded(mode, bytes(data), base)
+
+
+@quick
+@given(modes, changes(longest=3000), st.data())
+def test_a_cut_or_longer_tile_is_refused(mode, pair, draw):
+    base, new = pair
+    if np.array_equal(base, new):
+        return
+    data = coded_by(mode, base, new)
+    cut = draw.draw(st.integers(0, len(data) - 1))
+    assert apply_guarded(mode, data[:cut], base) is None
+    assert apply_guarded(mode, data + b"\0", base) is None
+
+
+@quick
+@given(modes, changes(longest=3000), st.integers(1, 6000))
+def test_a_tile_for_another_count_of_elements_is_refused_or_stays_inside(mode, pair, count):
+    base, new = pair
+    if not np.array_equal(base, new):
+        apply_guarded(mode, coded_by(mode, base, new), np.resize(base, count))
+
+
+@quick
+@given(changes(longest=3000), changes(longest=3000))
+def test_a_small_tile_on_another_base_is_refused_or_stays_inside(pair, other):
+    if not np.array_equal(*pair):
+        apply_guarded(Mode.SMALL, coded_by(Mode.SMALL, *pair), other[0])
+
+
+@pytest.mark.parametrize("mode", [0, 4, 255])
+def test_an_unknown_mode_is_refused(mode):
+    with pytest.raises(Corrupt, match=f"mode {mode}"):
+        tile_steps(mode, b"\0", 10)
+
+
+@quick
+@given(st.sampled_from([1, 2, 4, 8]), st.integers(1, 500), st.floats(0, 1), st.integers(0, 1 << 32))
+def test_tensors_of_other_widths_come_back(width, items, part, seed):
+    rng = np.random.default_rng(seed)
+    base = rng.integers(0, 256, width * items).astype(np.uint8)
+    new = np.where(rng.random(width * items) < part, rng.integers(0, 256, width * items), base).astype(
+        np.uint8
+    )
+    data = encode_planes(base, new.tobytes(), width)
+    if data is None:
+        assert np.array_equal(base, new)
+        return
+    values = bytearray(base.tobytes())
+    apply_planes(data, values, width)
+    assert values == new.tobytes()
+
+
+@quick
+@given(st.binary(max_size=100), st.integers(0, 60))
+def test_planes_that_nobody_wrote_are_refused_and_change_nothing(data, count):
+    values = np.zeros(count, np.uint8)
+    with pytest.raises(Corrupt, match="planes"):
+        apply_planes(data, values, 4)
+    assert not values.any()
+
+
+def test_planes_for_a_tensor_of_another_size_are_refused():
+    data = encode_planes(np.zeros(8, np.float32), np.ones(8, np.float32), 4)
+    with pytest.raises(Corrupt, match="planes"):
+        apply_planes(data, np.zeros(9, np.float32), 4)
