@@ -2,6 +2,9 @@
 
     header | tiles U8 [bytes of all tiles, one after another] | table U8 [zstd of the columns below]
 
+The columns stand byte plane by byte plane, tensors as differences: what is left of a tile's row is its hash, what it
+adds to the digest, and its counts, about 20 bytes.
+
 The table stands at the end, so that tiles can be written as they are coded; its place and hash stand in the
 manifest, and it holds a hash of every tile: a ranged read of single tiles can be checked. Tensors are named by their
 index in run.json.
@@ -103,20 +106,25 @@ class DeltaPackWriter:
         return pieces, Pack(key, start + len(table), whole.hexdigest(), ref)
 
     def _table(self) -> bytes:
-        columns = []
-        for index, (_, dtype) in enumerate(_COLUMNS):
-            cells = [row[index] for row in self._rows]
-            if dtype == "|V8":
-                columns.append(b"".join(cells))  # type: ignore[arg-type]
+        rows = len(self._rows)
+        raw = [struct.pack("<I", rows)]
+        for (name, dtype), cells in zip(_COLUMNS, zip(*self._rows, strict=True), strict=False):
+            if name == "hash":
+                column = np.frombuffer(b"".join(cells), np.uint8).reshape(rows, HASH_BYTES)
             else:
-                columns.append(np.array(cells, dtype).tobytes())
-        raw = struct.pack("<I", len(self._rows)) + b"".join(columns)
-        return zstandard.ZstdCompressor(level=3).compress(raw)
+                values = np.array(cells, dtype)
+                if name == "tensor":
+                    values[1:] -= values[:-1].copy()
+                column = values.view(np.uint8).reshape(rows, -1)
+            raw.append(column.T.tobytes())
+        return zstandard.ZstdCompressor(level=3).compress(b"".join(raw))
 
 
 def read_table(data: bytes, first: int) -> list[Tile]:
     """A pack's table. `first`: where its tiles begin in the object. Raises Corrupt."""
     try:
+        if zstandard.frame_content_size(data) > _TABLE_BYTES_MAX:  # before anything is allocated
+            raise Corrupt(f"a table of tiles says that it is larger than {_TABLE_BYTES_MAX} bytes")
         raw = zstandard.ZstdDecompressor().decompress(data, max_output_size=_TABLE_BYTES_MAX)
         (rows,) = struct.unpack_from("<I", raw)
     except (zstandard.ZstdError, struct.error) as error:
@@ -124,21 +132,24 @@ def read_table(data: bytes, first: int) -> list[Tile]:
     widths = [np.dtype(dtype).itemsize for _, dtype in _COLUMNS]
     if len(raw) != 4 + rows * sum(widths):
         raise Corrupt(f"a table of {rows} tiles has {len(raw)} bytes")
-    columns: list[list[object]] = []
+    columns: dict[str, np.ndarray] = {}
     at = 4
-    for (_, dtype), width in zip(_COLUMNS, widths, strict=True):
-        column = raw[at : at + rows * width]
+    for (name, dtype), width in zip(_COLUMNS, widths, strict=True):
+        planes = np.frombuffer(raw, np.uint8, rows * width, at).reshape(width, rows)
+        columns[name] = np.ascontiguousarray(planes.T).reshape(-1).view(dtype)
         at += rows * width
-        if dtype == "|V8":
-            columns.append([column[n : n + width] for n in range(0, len(column), width)])
-        else:
-            columns.append(np.frombuffer(column, dtype).tolist())
-    tiles = []
-    offset = first
-    for tensor, start, count, mode, changed, moved, size, hashed in zip(*columns, strict=True):
-        tiles.append(Tile(tensor, start, count, mode, changed, moved, offset, size, hashed))  # type: ignore[arg-type]
-        offset += size  # type: ignore[operator]
-    return tiles
+    columns["tensor"] = np.cumsum(columns["tensor"], dtype=np.uint32)
+    sizes = columns["size"].astype(np.int64)
+    offsets = (first + np.cumsum(sizes) - sizes).tolist()
+    hashes = columns.pop("hash").tobytes()
+    return [
+        Tile(tensor, start, count, mode, changed, moved, offset, size, hashes[n : n + HASH_BYTES])
+        for n, (tensor, start, count, mode, changed, moved, size, offset) in zip(
+            range(0, len(hashes), HASH_BYTES),
+            zip(*(column.tolist() for column in columns.values()), offsets, strict=True),
+            strict=True,
+        )
+    ]
 
 
 def check_tiles(tiles: Sequence[Tile], table: Sequence[TensorSpec], end: int, what: str) -> None:
@@ -146,10 +157,11 @@ def check_tiles(tiles: Sequence[Tile], table: Sequence[TensorSpec], end: int, wh
     overlaps another. Raises Corrupt naming `what`."""
     modes = {int(mode) for mode in Mode}
     reached: dict[int, int] = {}
+    sizes = [math.prod(spec.shape) for spec in table]
     for tile in sorted(tiles, key=lambda tile: (tile.tensor, tile.start)):
         if tile.tensor >= len(table) or tile.mode not in modes:
             raise Corrupt(f"{what} has a tile of tensor {tile.tensor} in mode {tile.mode}")
-        size = math.prod(table[tile.tensor].shape)
+        size = sizes[tile.tensor]
         if (
             tile.elements < 1
             or tile.start + tile.elements > size
