@@ -353,7 +353,7 @@ def claims(results: list[Result]) -> list[Claim]:
 
 
 def against_the_notes(result: Result, name: str) -> Claim:
-    """1 where a format of the others costs what the notes measured, as a multiple of the entropy where it follows it."""
+    """1 where a format costs what the notes measured; as a multiple of the entropy where it follows that."""
     noted, limit = REFERENCE[name]
     here = nbytes(result, name) / result.changed
     how = f"{here:.2f} bytes per changed weight, there {noted:.2f}"
