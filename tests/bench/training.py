@@ -37,8 +37,8 @@ SMOL = {
     "num_key_value_heads": 3,
 }
 """SmolLM2-135M's: 134.5 M weights."""
-SMALL = {**SMOL, "vocab_size": 8192, "num_hidden_layers": 2}
-"""11.8 M weights."""
+SMALL = {**SMOL, "vocab_size": 12288, "num_hidden_layers": 4}
+"""21.2 M weights."""
 
 
 def model_config(shape: dict[str, int]) -> Any:
