@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from async_rl.weights.codec.rans import BAD, LOW, SYMBOLS, fold, get_symbols, put_symbols, unfold
-from async_rl.weights.codec.tables import BitReader, BitWriter, get_table, put_table
+from async_rl.weights.codec.tables import TABLE_BITS, get_tables, put_table
 
 __all__ = ["get_varint", "pack", "put_varint", "unpack"]
 
@@ -24,46 +24,56 @@ def pack(sequences: Sequence[tuple[np.ndarray, int]]) -> bytes:
     if not total:
         return b""
     states = np.full(4 if total >= IN_TURNS else 1, LOW, np.int64)
-    header = BitWriter()
-    header.put(int(len(states) == 4), 1)
+    header = np.zeros(len(sequences) * TABLE_BITS + 1, np.uint8)
+    header[0] = len(states) == 4
+    header_end = 1
     low = np.empty(4 * total + len(sequences) + 16, np.uint8)
     low_end = 0
     coded = []
     for values, span in sequences:
         if len(values):
-            symbols, counts = np.empty(len(values), np.uint8), np.zeros(SYMBOLS, np.int64)
+            symbols, frequencies = np.empty(len(values), np.uint8), np.empty(SYMBOLS, np.int64)
+            counts = np.zeros(SYMBOLS, np.int64)
             low_end = fold(values, symbols, counts, low, low_end)
-            coded.append((symbols, put_table(counts, span, header)))
+            header_end = put_table(counts, span, frequencies, header, header_end)
+            coded.append((symbols, frequencies))
     words = np.empty(total + 8, "<u2")
     last = at = len(words) - 1
     for symbols, frequencies in reversed(coded):
         at = put_symbols(symbols, frequencies, states, words, at)
+    head = np.packbits(header[:header_end], bitorder="little")
     return b"".join(
-        (header.done(), states.astype("<u4").tobytes(), words[at + 1 : last + 1].data, low[:low_end].data)
+        (head.data, states.astype("<u4").data, words[at + 1 : last + 1].data, low[:low_end].data)
     )
 
 
 def unpack(data: np.ndarray, at: int, wanted: Sequence[tuple[int, int]]) -> list[np.ndarray] | None:
     """The sequences in `data` (uint8) from byte `at` to its end, given the (length, span) of each.
     None for bytes that nobody wrote."""
-    found = [np.empty(length, np.uint32) for length, _ in wanted]
-    if not any(length for length, _ in wanted):
+    shapes = np.array(wanted, np.int64)
+    lengths, spans = shapes[:, 0].copy(), shapes[:, 1].copy()
+    found = [np.empty(length, np.uint32) for length in lengths.tolist()]
+    if not lengths.any():
         return found if at == len(data) else None
-    header = BitReader(data, at)
-    states = np.zeros(4 if header.get(1) else 1, np.int64)
-    tables = [get_table(header, span) if length else None for length, span in wanted]
-    at = header.byte + 4 * len(states)
-    if at > len(data) or any(
-        length and table is None for (length, _), table in zip(wanted, tables, strict=True)
-    ):
+    most = len(wanted) * TABLE_BITS + 1
+    bits = np.zeros(most + TABLE_BITS, np.uint8)  # and zeros past the end of the data
+    header = np.unpackbits(data[at : at + (most >> 3) + 1], bitorder="little")
+    bits[: len(header)] = header
+    frequencies = np.empty(len(wanted) * SYMBOLS, np.int64)
+    used = get_tables(bits[1:], lengths, spans, frequencies)
+    states = np.empty(4 if bits[0] else 1, np.int64)
+    at += (used + 8) >> 3
+    if used == BAD or at + 4 * len(states) > len(data):
         return None
-    states[:] = np.frombuffer(data[header.byte : at].tobytes(), "<u4")
+    states[:] = data[at : at + 4 * len(states)].copy().view("<u4")
+    at += 4 * len(states)
     if states.min() < LOW:
         return None
     coded = []
-    for (length, _), table in zip(wanted, tables, strict=True):
-        symbols = np.empty(length, np.uint8)
-        if table is not None:
+    for index, values in enumerate(found):
+        symbols = np.empty(len(values), np.uint8)
+        if len(values):
+            table = frequencies[index * SYMBOLS : (index + 1) * SYMBOLS]
             at = get_symbols(symbols, table, states, data, at)
             if at == BAD:
                 return None

@@ -8,6 +8,8 @@ the frequencies from what is written, with integers only: they must get the same
                 | geometric: 8 bits                             (gaps among independent changes)
                 | falling: 4 bits ratio, 7 bits last symbol
                 | single: 7 bits symbol
+
+Bits stand one to a byte here, of an array of zeros; numbers.py packs them.
 """
 
 from __future__ import annotations
@@ -17,133 +19,33 @@ from typing import Any
 
 import numpy as np
 
-from async_rl.weights.codec.jit import F64, I64, I64_IN, I64_OUT, U8, U8_OUT, helper, int64, kernel, uint64
+from async_rl.weights.codec.jit import I64, I64_IN, I64_OUT, U8, U8_OUT, helper, int64, kernel, uint64
 from async_rl.weights.codec.rans import BAD, SYMBOLS, TOTAL, TOTAL_BITS, low_bits_of, lowest_of, symbol_of
 
-__all__ = ["BitReader", "BitWriter", "get_table", "put_table"]
+__all__ = ["TABLE_BITS", "get_tables", "put_table"]
+
+TABLE_BITS = 2048
+"""More than one takes: 128 levels, at most 11 + 1 + 3 bits each."""
 
 _EXPLICIT, _GEOMETRIC, _FALLING, _SINGLE = 0, 1, 2, 3
 _LEVELS = 45  # symbol_of(TOTAL) + 1
 _CODES = 29 * 8  # of geometric models
-_TABLE_BITS = 2048  # more than one takes: 128 levels, at most 11 + 1 + 3 bits each
 _FALLING_BITS = 1024  # of coded symbols: with more, a table pays
 
 
-class BitWriter:
-    """Little-endian bits of a header."""
-
-    def __init__(self) -> None:
-        self._pieces: list[np.ndarray] = []
-
-    def put(self, value: int, size: int) -> None:
-        self._pieces.append(np.array([(value >> bit) & 1 for bit in range(size)], np.uint8))
-
-    def put_array(self, bits: np.ndarray) -> None:
-        """One bit to a byte."""
-        self._pieces.append(bits)
-
-    def done(self) -> bytes:
-        return np.packbits(np.concatenate(self._pieces), bitorder="little").tobytes()
+@helper
+def _put(value: int, size: int, bits: np.ndarray, at: int) -> int:
+    for i in range(size):
+        bits[at + i] = (value >> i) & 1
+    return at + size
 
 
-class BitReader:
-    """Reads zeros past the end; `BitReader.byte` tells."""
-
-    def __init__(self, data: np.ndarray, at: int) -> None:
-        self._data = data
-        self._first = at
-        self.bit = 0
-
-    def get(self, size: int) -> int:
-        start = self._first + (self.bit >> 3)
-        value = int.from_bytes(self._data[start : start + 2].tobytes(), "little") >> (self.bit & 7)
-        self.bit += size  # up to 9
-        return value & ((1 << size) - 1)
-
-    def ahead(self, size: int) -> np.ndarray:
-        """The next bits, one to a byte."""
-        start = self._first + (self.bit >> 3)
-        bits = np.unpackbits(self._data[start : start + size // 8 + 1], bitorder="little")
-        bits = bits[self.bit & 7 :]
-        return np.concatenate([bits, np.zeros(max(0, size - len(bits)), np.uint8)])
-
-    @property
-    def byte(self) -> int:
-        """The one after what was read; beyond the end if that was too much."""
-        return self._first + ((self.bit + 7) >> 3)
-
-
-def put_table(counts: np.ndarray, span: int, header: BitWriter) -> np.ndarray:
-    """Chooses the frequencies, int64 [SYMBOLS], for such counts, int64 [SYMBOLS], not all 0. `span`: gaps are
-    counted, among so many elements; 0: anything else."""
-    used = np.flatnonzero(counts)
-    last = int(used[-1])
-    frequencies = np.zeros(SYMBOLS, np.int64)
-    if len(used) == 1:
-        header.put(_SINGLE | last << 2, 9)
-        frequencies[last] = TOTAL
-        return frequencies
-    levels = np.zeros(SYMBOLS, np.int64)
-    bits = _quantise(counts, levels, frequencies)
-    explicit = np.zeros(_TABLE_BITS, np.uint8)
-    size = _put_levels(levels, last + 1, explicit)
-
-    model, kind, code = np.zeros(SYMBOLS, np.int64), _GEOMETRIC, 0
-    model_bits = math.inf
-    if span:
-        code = _geometric_code(int(counts.sum()), span)
-        model_bits = _model(kind, code, _last_gap(span), counts, model) + 8
-    elif bits < _FALLING_BITS:
-        kind = _FALLING
-        code = _best_ratio(last, counts, model)
-        model_bits = _model(kind, code, last, counts, model) + 11
-    if model_bits >= bits + size:
-        header.put(_EXPLICIT, 2)
-        header.put_array(explicit[:size])
-        return frequencies
-    header.put(kind, 2)
-    if kind == _GEOMETRIC:
-        header.put(code, 8)
-    else:
-        header.put(code | last << 4, 11)
-    return model
-
-
-def get_table(header: BitReader, span: int) -> np.ndarray | None:
-    """The frequencies; None for bytes that nobody wrote."""
-    kind = header.get(2)
-    frequencies = np.zeros(SYMBOLS, np.int64)
-    if kind == _SINGLE:
-        frequencies[header.get(7)] = TOTAL
-        return frequencies
-    if kind == _EXPLICIT:
-        size = _get_levels(header.ahead(_TABLE_BITS), frequencies)
-        header.bit += size
-        return frequencies if size > 0 else None
-    if kind == _GEOMETRIC:
-        code, last = header.get(8), _last_gap(span)
-        if code >= _CODES or span < 1:
-            return None
-    else:
-        code, last = header.get(4), header.get(7)
-    _model(kind, code, last, frequencies, frequencies)
-    return frequencies
-
-
-def _last_gap(span: int) -> int:
-    gap = max(span - 1, 0)
-    octave = gap.bit_length() - 1
-    return gap if gap < 4 else ((octave - 1) << 2) + ((gap >> (octave - 2)) & 3)
-
-
-def _geometric_code(changes: int, span: int) -> int:
-    """Each element changes with a probability of (8 + code % 8) * 2^(code // 8 - 32)."""
-    chance = min(changes / (span + 1), 0.9) * 2.0**32
-    octave = max(int(math.log2(chance)) - 3, 0)
-    return (octave << 3) + min(max(round(chance / 2.0**octave) - 8, 0), 7)
-
-
-# ---------------------------------------------------------------- kernels
+@helper
+def _get(bits: np.ndarray, at: int, size: int) -> int:
+    value = 0
+    for i in range(size):
+        value |= int64(bits[at + i]) << i
+    return value
 
 
 @helper
@@ -182,20 +84,6 @@ def _cost(counts: np.ndarray, frequencies: np.ndarray) -> float:
     return bits
 
 
-@kernel(F64, I64_IN, I64_OUT, I64_OUT)
-def _quantise(counts: np.ndarray, levels: np.ndarray, frequencies: np.ndarray) -> float:
-    """Levels and frequencies (both zeros) for such counts; bits of all symbols."""
-    total = 0
-    for symbol in range(SYMBOLS):
-        total += counts[symbol]
-    for symbol in range(SYMBOLS):
-        if counts[symbol]:
-            levels[symbol] = symbol_of(max(1, (counts[symbol] * TOTAL + total // 2) // total))
-            frequencies[symbol] = _level_frequency(levels[symbol])
-    _fit(frequencies)
-    return _cost(counts, frequencies)
-
-
 @helper
 def _power(base: Any, exponent: int) -> Any:
     """In units of 2^-32; base < 1."""
@@ -210,6 +98,21 @@ def _power(base: Any, exponent: int) -> Any:
 
 
 @helper
+def _geometric(code: int, span: int, frequencies: np.ndarray) -> None:
+    """Of gaps where each of `span` elements changes with a probability of (8 + code % 8) * 2^(code // 8 - 32)."""
+    stay = uint64((1 << 32) - ((8 + (code & 7)) << (code >> 3)))
+    last = symbol_of(max(span - 1, 0))
+    before = uint64(1 << 32)
+    for symbol in range(SYMBOLS):
+        frequencies[symbol] = 0
+        if symbol <= last:
+            after = _power(stay, lowest_of(symbol + 1)) if symbol < last else uint64(0)
+            frequencies[symbol] = max(1, int64((before - after) >> uint64(12)))
+            before = after
+    _fit(frequencies)
+
+
+@helper
 def _fall(ratio: int, last: int, frequencies: np.ndarray) -> None:
     """Every second symbol ratio / 16 as frequent as the one before."""
     frequency = 1 << 20
@@ -217,37 +120,7 @@ def _fall(ratio: int, last: int, frequencies: np.ndarray) -> None:
         frequencies[symbol] = max(1, frequency) if symbol <= last else 0
         if symbol & 1:
             frequency = (frequency * ratio) >> 4
-
-
-@kernel(F64, I64, I64, I64, I64_IN, I64_OUT)
-def _model(kind: int, code: int, last: int, counts: np.ndarray, frequencies: np.ndarray) -> float:
-    """The frequencies of a model up to the symbol `last`; bits of all symbols."""
-    if kind == _GEOMETRIC:
-        stay = uint64((1 << 32) - ((8 + (code & 7)) << (code >> 3)))
-        before = uint64(1 << 32)
-        for symbol in range(SYMBOLS):
-            frequencies[symbol] = 0
-            if symbol <= last:
-                after = _power(stay, lowest_of(symbol + 1)) if symbol < last else uint64(0)
-                frequencies[symbol] = max(1, int64((before - after) >> uint64(12)))
-                before = after
-    else:
-        _fall(code, last, frequencies)
     _fit(frequencies)
-    return _cost(counts, frequencies)
-
-
-@kernel(I64, I64, I64_IN, I64_OUT)
-def _best_ratio(last: int, counts: np.ndarray, frequencies: np.ndarray) -> int:
-    """Of _FALLING; `frequencies` are scratch."""
-    best, best_bits = 1, math.inf
-    for ratio in range(1, 16):
-        _fall(ratio, last, frequencies)
-        _fit(frequencies)
-        bits = _cost(counts, frequencies)
-        if bits < best_bits:
-            best, best_bits = ratio, bits
-    return best
 
 
 @helper
@@ -255,9 +128,9 @@ def _zigzag(value: int) -> int:
     return (value << 1) ^ (value >> 63)
 
 
-@kernel(I64, I64_IN, I64, U8_OUT)
-def _put_levels(levels: np.ndarray, size: int, bits: np.ndarray) -> int:
-    """The first `size` of them, into `bits` (zeros); how many bits."""
+@helper
+def _put_levels(levels: np.ndarray, size: int, bits: np.ndarray, at: int) -> int:
+    """The first `size` of them; the bit after."""
     best, best_size = 0, 1 << 30
     for low in range(4):
         needed, before = 0, 0
@@ -266,10 +139,7 @@ def _put_levels(levels: np.ndarray, size: int, bits: np.ndarray) -> int:
             before = levels[symbol]
         if needed < best_size:
             best, best_size = low, needed
-    fixed = (size - 1) | (best << 7)
-    for at in range(9):
-        bits[at] = (fixed >> at) & 1
-    at = 9
+    at = _put((size - 1) | (best << 7), 9, bits, at)
     before = 0
     for symbol in range(size):
         difference = _zigzag(levels[symbol] - before)
@@ -277,39 +147,104 @@ def _put_levels(levels: np.ndarray, size: int, bits: np.ndarray) -> int:
         for _ in range(difference >> best):
             bits[at] = 1
             at += 1
-        at += 1
-        for i in range(best):
-            bits[at + i] = (difference >> i) & 1
-        at += best
+        at = _put(difference & ((1 << best) - 1), best, bits, at + 1)
     return at
 
 
-@kernel(I64, U8, I64_OUT)
-def _get_levels(bits: np.ndarray, frequencies: np.ndarray) -> int:
-    """From `bits`, of which there are more than a table can take, to frequencies; how many bits, or BAD."""
-    fixed = 0
-    for at in range(9):
-        fixed |= int64(bits[at]) << at
-    low = fixed >> 7
-    at = 9
-    level = 0
-    for symbol in range((fixed & 127) + 1):
-        difference = 0
-        while bits[at + difference]:
-            difference += 1
-            if difference > 2 * _LEVELS or at + difference + 8 > len(bits):
-                return BAD
-        at += difference + 1
-        for _ in range(low):
-            difference <<= 1
-        for i in range(low):
-            difference |= int64(bits[at + i]) << i
-        at += low
-        level += (difference >> 1) ^ -(difference & 1)
-        if level < 0 or level >= _LEVELS:
-            return BAD
-        frequencies[symbol] = _level_frequency(level)
-    if level == 0:
-        return BAD  # the last symbol is always used
+@kernel(I64, I64_IN, I64, I64_OUT, U8_OUT, I64)
+def put_table(counts: np.ndarray, span: int, frequencies: np.ndarray, bits: np.ndarray, at: int) -> int:
+    """Chooses the frequencies, [SYMBOLS], for such counts, [SYMBOLS], not all 0, and writes them at bit `at`; the bit
+    after. `span`: gaps are counted, among so many elements; 0: anything else."""
+    total = last = used = 0
+    for symbol in range(SYMBOLS):
+        frequencies[symbol] = 0
+        if counts[symbol]:
+            total += counts[symbol]
+            last = symbol
+            used += 1
+    if used == 1:
+        frequencies[last] = TOTAL
+        return _put(_SINGLE | (last << 2), 9, bits, at)
+
+    levels = np.zeros(SYMBOLS, np.int64)
+    for symbol in range(SYMBOLS):
+        if counts[symbol]:
+            levels[symbol] = symbol_of(max(1, (counts[symbol] * TOTAL + total // 2) // total))
+            frequencies[symbol] = _level_frequency(levels[symbol])
     _fit(frequencies)
+    explicit_bits = _cost(counts, frequencies)
+    end = _put_levels(levels, last + 1, bits, _put(_EXPLICIT, 2, bits, at))
+
+    model = np.zeros(SYMBOLS, np.int64)
+    best, best_bits = 0, explicit_bits + (end - at)
+    if span:
+        chance = min(total / (span + 1.0), 0.9) * 2.0**32
+        octave = max(int64(math.log2(chance)) - 3, 0)
+        code = (octave << 3) + min(max(int64(chance / 2.0**octave + 0.5) - 8, 0), 7)
+        _geometric(code, span, model)
+        if _cost(counts, model) + 10 < best_bits:
+            best = _GEOMETRIC | (code << 2)
+    elif explicit_bits < _FALLING_BITS:
+        for ratio in range(1, 16):
+            _fall(ratio, last, model)
+            model_bits = _cost(counts, model) + 13
+            if model_bits < best_bits:
+                best, best_bits = _FALLING | (ratio << 2) | (last << 6), model_bits
+    if best == 0:
+        return end
+    for bit in range(at, end):
+        bits[bit] = 0
+    if best & 3 == _GEOMETRIC:
+        _geometric(best >> 2, span, frequencies)
+        return _put(best, 10, bits, at)
+    _fall((best >> 2) & 15, last, frequencies)
+    return _put(best, 13, bits, at)
+
+
+@kernel(I64, U8, I64_IN, I64_IN, I64_OUT)
+def get_tables(bits: np.ndarray, lengths: np.ndarray, spans: np.ndarray, frequencies: np.ndarray) -> int:
+    """The tables of all sequences that are not empty, [sequences * SYMBOLS], from `bits`, which hold TABLE_BITS for
+    each. How many bits they took, or BAD."""
+    at = 0
+    for index in range(len(lengths)):
+        mine = frequencies[index * SYMBOLS : (index + 1) * SYMBOLS]
+        for symbol in range(SYMBOLS):
+            mine[symbol] = 0
+        if lengths[index] == 0:
+            continue
+        kind = _get(bits, at, 2)
+        at += 2
+        if kind == _SINGLE:
+            mine[_get(bits, at, 7)] = TOTAL
+            at += 7
+        elif kind == _GEOMETRIC:
+            code = _get(bits, at, 8)
+            at += 8
+            if code >= _CODES or spans[index] < 1:
+                return BAD
+            _geometric(code, spans[index], mine)
+        elif kind == _FALLING:
+            _fall(_get(bits, at, 4), _get(bits, at + 4, 7), mine)
+            at += 11
+        else:
+            end = at + TABLE_BITS - 32
+            size, low = _get(bits, at, 7), _get(bits, at + 7, 2)
+            at += 9
+            level = 0
+            for symbol in range(size + 1):
+                difference = 0
+                while bits[at]:
+                    difference += 1
+                    at += 1
+                    if difference > 2 * _LEVELS or at > end:
+                        return BAD
+                difference = (difference << low) | _get(bits, at + 1, low)
+                at += 1 + low
+                level += (difference >> 1) ^ -(difference & 1)
+                if level < 0 or level >= _LEVELS or at > end:
+                    return BAD
+                mine[symbol] = _level_frequency(level)
+            if level == 0:
+                return BAD  # the last symbol is always used
+            _fit(mine)
     return at
