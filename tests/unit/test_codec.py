@@ -133,7 +133,7 @@ def test_every_mode_can_carry_every_change(pair):
     positions, steps = tile_steps(coded.mode, coded.data, len(base))
     check_round_trip(base, new, Mode.STEPS, encode_sparse(positions, steps, len(base)))
     check_round_trip(base, new, Mode.DENSE, encode_dense(positions, steps, len(base)))
-    check_round_trip(base, new, Mode.SMALL, encode_small(base, positions, steps))
+    check_round_trip(base, new, Mode.SMALL, encode_small(base, new, positions, steps))
 
 
 @pytest.mark.parametrize("shift", [1, 0x7FFF, 0x8000, 0x8001])

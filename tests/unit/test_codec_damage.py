@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_rl.errors import Corrupt
-from async_rl.weights.codec import Mode, apply_planes, apply_tile, encode_planes, tile_steps
+from async_rl.weights.codec import Mode, apply_planes, apply_tile, encode_planes, encode_tile, tile_steps
 from async_rl.weights.codec.contexts import encode_small
 from async_rl.weights.codec.steps import encode_dense, encode_steps
 from tests.unit.test_codec import changes
@@ -36,9 +36,10 @@ def apply_guarded(mode, data, base):
 
 def coded_by(mode, base, new):
     positions = np.flatnonzero(base != new).astype(np.uint32)
-    steps = (new[positions] - base[positions]).view(np.int16)  # any steps that are not 0 will do
+    coded = encode_tile(base, new, 0)
+    steps = tile_steps(coded.mode, coded.data, len(base))[1]
     if mode == Mode.SMALL:
-        return encode_small(base, positions, steps)
+        return encode_small(base, new, positions, steps)
     return (encode_dense if mode == Mode.DENSE else encode_steps)(positions, steps, len(base))
 
 

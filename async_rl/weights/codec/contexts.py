@@ -15,8 +15,9 @@ have no length: every one's step is told, 0 included, in groups of exponents wit
     P: levels, buckets | words of the walk | steps
 
 Levels are one for every exponent from the first that changes to the last: below the limit 1 where a group begins,
-else 0; from the limit on the quantised weight. Steps: of the elements that are not hot (less 1, as none is 0), then
-group by group.
+else 0; from the limit on the quantised weight, which is below 2^16. Exponents from limit + 14 on share one: so there
+are 16 weights, and a vector instruction looks up as many. Steps: of the elements that are not hot (less 1, as none is
+0), then group by group.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from async_rl.weights.codec.elements import ordered
 from async_rl.weights.codec.jit import (
+    HAS_SUM_16,
     I16,
     I16_OUT,
     I64,
@@ -43,6 +46,7 @@ from async_rl.weights.codec.jit import (
     kernel,
     load_u64,
     low_bit,
+    sum_16,
     uint64,
 )
 from async_rl.weights.codec.numbers import get_varint, pack, put_varint, unpack
@@ -74,41 +78,51 @@ STRAY = 0.02
 """Part of the changes that may be in exponents that should be hot, yet are not below the limit: a rare exponent far
 above the others shall not make them all hot."""
 
-SURE = 0.98
-"""No weight is that of a more probable change."""
+WEIGHTS = 16
+"""The first is 0, of all that is hot."""
 
-_WEIGHT_TOP = 1 << (UNIT_BITS + 2)  # above -ln(1 - SURE) * UNIT
-_LEVEL_TOP = 4 * (UNIT_BITS + 2) - 1  # symbol_of(_WEIGHT_TOP) and a little more
+_WEIGHT_BITS = 16
+_LEVEL_TOP = 4 * _WEIGHT_BITS - 5  # symbol_of(2^16 - 1)
+SAMPLED_FROM = 1 << 16
+"""Elements of a tile of which a quarter is enough to tell probabilities."""
+
 _GROUPS = 16  # at most
 
 
 class _Model(NamedTuple):
     """What both sides make of the levels."""
 
+    limit: int
     weights: np.ndarray  # int64 [EXPONENTS]; 0 below the limit
+    low: np.ndarray  # uint8 [WEIGHTS]: the low bytes of the weights from exponent limit - 1 on
+    high: np.ndarray  # uint8 [WEIGHTS]
     groups: np.ndarray  # uint8 [EXPONENTS]; 0 for what is not hot
     group_count: int
 
 
-def encode_small(base: np.ndarray, positions: np.ndarray, steps: np.ndarray) -> bytes:
-    """A change of at least one element of `base`."""
+def encode_small(base: np.ndarray, new: np.ndarray, positions: np.ndarray, steps: np.ndarray) -> bytes:
+    """A change of at least one element of `base`, of which the positions and steps are known."""
     elements, changes = np.zeros(EXPONENTS, np.int64), np.zeros(EXPONENTS, np.int64)
     numbers = np.zeros(EXPONENTS * SYMBOLS, np.int64)
     _count(base, positions, steps, elements, changes, numbers)
     limit = _hot_limit(elements, changes)
+    top = min(limit + WEIGHTS - 2, EXPONENTS - 1)  # the last with a level of its own
+    for counts in (elements, changes):
+        counts[top] = counts[top:].sum()
+        counts[top + 1 :] = 0
     levels = np.zeros(EXPONENTS, np.int64)
     _set_levels(elements, changes, numbers, limit, levels)
     model = _model_of(levels, limit)
 
-    sizes = np.bincount(model.groups[:limit], elements[:limit], model.group_count).astype(np.int64)
+    hot, hot_groups = _find_hot(base, model)
+    sizes = np.bincount(hot_groups, minlength=model.group_count)
     sizes[0] = changes[limit:].sum()
     starts = np.cumsum(sizes) - sizes
-    told = np.zeros(int(sizes.sum()), np.uint32)
-    hot, hot_groups = _find_hot(base, limit, model, int(sizes[1:].sum()))
-    room = int(sizes[0]) + int((model.weights * elements).sum()) // SKIP_LENGTH + 1
+    told = np.empty(int(sizes.sum()), np.uint32)
+    room = int(sizes[0]) + (len(base) << _WEIGHT_BITS) // SKIP_LENGTH
     buckets, lows, parts = np.empty(room, np.uint32), np.empty(room, np.uint32), np.empty(room, np.uint32)
-    made = _survey(base, positions, steps, limit, model.weights, told, buckets, lows, parts)
-    _tell_hot(base, positions, steps, limit, hot, hot_groups, starts, told)
+    made = _survey(base, positions, steps, limit, *model[1:4], told, buckets, lows, parts)
+    _tell_hot(base, new, hot, hot_groups, starts, told)
     buckets = buckets[:made]
     words = np.empty(made + 2, "<u4")
     first_word = _put_walk(buckets, lows, parts, words)
@@ -133,7 +147,7 @@ def decode_small(data: np.ndarray, base: np.ndarray) -> list[Steps] | None:
     words_at = at + plan_size
     steps_at = words_at + 4 * word_count
     # A bucket is a change, or a skip: of these no more make sense than the base's weights add up to.
-    most = len(base) + len(base) * (_WEIGHT_TOP << 1) // SKIP_LENGTH
+    most = len(base) + (len(base) << _WEIGHT_BITS) // SKIP_LENGTH
     if min(head) < 0 or changes > len(base) or made > most or limit > EXPONENTS:
         return None
     if first + span >= EXPONENTS or steps_at > len(data):
@@ -151,10 +165,10 @@ def decode_small(data: np.ndarray, base: np.ndarray) -> list[Steps] | None:
         return None
     words = np.frombuffer(data[words_at:steps_at].tobytes(), "<u4")
     cold = np.empty(min(made, len(base)), np.uint32)
-    found = _walk(base, model.weights, plan[1], words, cold)
+    found = _walk(base, *model[:4], plan[1], words, cold)
     if found == BAD:
         return None
-    hot, hot_groups = _find_hot(base, limit, model, -1)
+    hot, hot_groups = _find_hot(base, model)
     sizes = np.bincount(hot_groups, minlength=model.group_count)
     sizes[0] = found
     told = unpack(data, steps_at, [(int(size), 0) for size in sizes])
@@ -181,16 +195,20 @@ def _model_of(levels: np.ndarray, limit: int) -> _Model:
     bits = np.maximum((levels >> 2) - 1, 0)
     weights = ((levels - (bits << 2)) << bits) + ((1 << bits) >> 1)  # the middle of what has this symbol
     weights[:limit] = 0
+    weights[limit + WEIGHTS - 1 :] = weights[min(limit + WEIGHTS - 2, EXPONENTS - 1)]
+    sixteen = np.zeros(WEIGHTS, np.int64)
+    shown = weights[limit : limit + WEIGHTS - 1]
+    sixteen[1 : len(shown) + 1] = shown
     groups = np.maximum(np.cumsum(levels > 0), 1)
     groups[limit:] = 0
-    return _Model(weights, groups.astype(np.uint8), int(groups.max()) + 1)
+    low, high = (sixteen & 0xFF).astype(np.uint8), (sixteen >> 8).astype(np.uint8)
+    return _Model(limit, weights, low, high, groups.astype(np.uint8), int(groups.max()) + 1)
 
 
-def _find_hot(base: np.ndarray, limit: int, model: _Model, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Positions uint32 and groups uint8 of the hot elements; of `count` of them, if known."""
-    hot = np.empty(len(base) if count < 0 else count, np.uint32)
-    groups = np.empty(len(hot), np.uint8)
-    found = _hot(base, limit, model.groups, hot, groups) if limit else 0
+def _find_hot(base: np.ndarray, model: _Model) -> tuple[np.ndarray, np.ndarray]:
+    """Positions uint32 and groups uint8 of the hot elements."""
+    hot, groups = np.empty(len(base), np.uint32), np.empty(len(base), np.uint8)
+    found = _hot(base, model.limit, model.groups, hot, groups) if model.limit else 0
     return hot[:found], groups[:found]
 
 
@@ -206,14 +224,17 @@ def _count(
     changes: np.ndarray,
     numbers: np.ndarray,
 ) -> int:
-    """By exponent of the base: elements, changes, and the symbols of their steps, [EXPONENTS * SYMBOLS]."""
+    """By exponent of the base: elements (about), changes, and the symbols of their steps, [EXPONENTS * SYMBOLS]."""
     tallies = np.zeros(4 * EXPONENTS, np.int64)  # four, so that no sum waits for itself
-    whole = len(base) & ~3
-    for i in range(0, whole, 4):
-        tallies[(int64(base[i]) >> 7) & 0xFF] += 1
-        tallies[EXPONENTS + ((int64(base[i + 1]) >> 7) & 0xFF)] += 1
-        tallies[2 * EXPONENTS + ((int64(base[i + 2]) >> 7) & 0xFF)] += 1
-        tallies[3 * EXPONENTS + ((int64(base[i + 3]) >> 7) & 0xFF)] += 1
+    mask = uint64(0xFF)
+    sampled = 4 if len(base) >= SAMPLED_FROM else 1
+    whole = len(base) - len(base) % (4 * sampled)
+    for i in range(0, whole, 4 * sampled):
+        four = load_u64(base, i)
+        tallies[(four >> uint64(7)) & mask] += sampled
+        tallies[uint64(EXPONENTS) + ((four >> uint64(23)) & mask)] += sampled
+        tallies[uint64(2 * EXPONENTS) + ((four >> uint64(39)) & mask)] += sampled
+        tallies[uint64(3 * EXPONENTS) + ((four >> uint64(55)) & mask)] += sampled
     for i in range(whole, len(base)):
         tallies[(int64(base[i]) >> 7) & 0xFF] += 1
     for i in range(4 * EXPONENTS):
@@ -223,6 +244,7 @@ def _count(
         changes[exponent] += 1
         numbers[exponent * SYMBOLS + symbol_of(step_number(int64(steps[j])))] += 1
     for exponent in range(EXPONENTS):
+        elements[exponent] = max(elements[exponent], changes[exponent])
         numbers[exponent * SYMBOLS] = elements[exponent] - changes[exponent]
     return 0
 
@@ -234,8 +256,9 @@ def _set_levels(
     """Hot exponents join the group before as long as that costs no more than a table of their own."""
     for exponent in range(limit, EXPONENTS):
         if changes[exponent]:
-            chance = min(changes[exponent] / elements[exponent], SURE)
-            levels[exponent] = symbol_of(max(int64(-math.log(1.0 - chance) * UNIT + 0.5), 1))
+            chance = min(changes[exponent] / elements[exponent], 0.5)
+            weight = int64(-math.log(1.0 - chance) * UNIT + 0.5)
+            levels[exponent] = symbol_of(min(max(weight, 1), (1 << _WEIGHT_BITS) - 1))
     group = np.zeros(SYMBOLS, np.int64)
     group_cost, made = 0.0, 0
     for exponent in range(limit):
@@ -277,13 +300,54 @@ def _weigh(weights: np.ndarray, four: Any) -> int:
     return low + high
 
 
-@kernel(I64, U16, U32, I16, I64, I64_IN, U32_OUT, U32_OUT, U32_OUT, U32_OUT)
+if HAS_SUM_16:
+
+    @helper
+    def _weigh_16(
+        base: np.ndarray,
+        at: int,
+        count: int,
+        limit: int,
+        weights: np.ndarray,
+        low: np.ndarray,
+        high: np.ndarray,
+    ) -> int:
+        """Of `count` elements up to 16, where 16 are left."""
+        total: int = sum_16(base, at, count, limit - 1, low, high)
+        return total
+
+else:
+
+    @helper
+    def _weigh_16(
+        base: np.ndarray,
+        at: int,
+        count: int,
+        limit: int,
+        weights: np.ndarray,
+        low: np.ndarray,
+        high: np.ndarray,
+    ) -> int:
+        total = 0
+        end = at + count
+        while at + 4 <= end:
+            total += _weigh(weights, load_u64(base, at))
+            at += 4
+        while at < end:
+            total += weights[(int64(base[uint64(at)]) >> 7) & 0xFF]
+            at += 1
+        return total
+
+
+@kernel(I64, U16, U32, I16, I64, I64_IN, U8, U8, U32_OUT, U32_OUT, U32_OUT, U32_OUT)
 def _survey(
     base: np.ndarray,
     positions: np.ndarray,
     steps: np.ndarray,
     limit: int,
     weights: np.ndarray,
+    low_bytes: np.ndarray,
+    high_bytes: np.ndarray,
     told: np.ndarray,
     buckets: np.ndarray,
     lows: np.ndarray,
@@ -299,12 +363,15 @@ def _survey(
         exponent = (int64(base[position]) >> 7) & 0xFF
         if exponent < limit:
             continue
-        while at + 4 <= position:
-            length += _weigh(weights, load_u64(base, at))
-            at += 4
-        while at < position:
-            length += weights[(int64(base[uint64(at)]) >> 7) & 0xFF]
-            at += 1
+        while at + 16 <= position:
+            length += _weigh_16(base, at, 16, limit, weights, low_bytes, high_bytes)
+            at += 16
+        if at + 16 <= len(base):
+            length += _weigh_16(base, at, position - at, limit, weights, low_bytes, high_bytes)
+        else:
+            while at < position:
+                length += weights[(int64(base[uint64(at)]) >> 7) & 0xFF]
+                at += 1
         at = position + 1
         told[uint64(cold)] = step_number(int64(steps[change])) - 1
         cold += 1
@@ -354,9 +421,16 @@ def _put_walk(buckets: np.ndarray, lows: np.ndarray, parts: np.ndarray, words: n
     return at - 2
 
 
-@kernel(I64, U16, I64_IN, U32, U32, U32_OUT)
+@kernel(I64, U16, I64, I64_IN, U8, U8, U32, U32, U32_OUT)
 def _walk(
-    base: np.ndarray, weights: np.ndarray, buckets: np.ndarray, words: np.ndarray, stops: np.ndarray
+    base: np.ndarray,
+    limit: int,
+    weights: np.ndarray,
+    low_bytes: np.ndarray,
+    high_bytes: np.ndarray,
+    buckets: np.ndarray,
+    words: np.ndarray,
+    stops: np.ndarray,
 ) -> int:
     """Finds the elements that change and are not hot. How many, or BAD."""
     n = len(base)
@@ -379,24 +453,51 @@ def _walk(
         value = int64(state & uint64((1 << bits) - 1))
         target = border + value
         end = 0  # on the axis, of the element before `at`; the last change is at 0
-        while at + 4 <= n:
-            after = end + _weigh(weights, load_u64(base, at))
+        while at + 16 <= n:
+            after = end + _weigh_16(base, at, 16, limit, weights, low_bytes, high_bytes)
             if after > target:
                 break
             end = after
-            at += 4
-        while True:
-            if at >= n:
-                return BAD
-            weight = weights[(int64(base[uint64(at)]) >> 7) & 0xFF]
-            end += weight
-            at += 1
-            if end > target:
-                break
+            at += 16
+        if at + 16 <= n:
+            # Among these 16: which four, and which of them, without a branch, which could not be predicted.
+            end_1 = end + _weigh(weights, load_u64(base, at))
+            end_2 = end_1 + _weigh(weights, load_u64(base, at + 4))
+            end_3 = end_2 + _weigh(weights, load_u64(base, at + 8))
+            at += 4 * (int64(end_1 <= target) + int64(end_2 <= target) + int64(end_3 <= target))
+            end = end_1 if end_1 <= target else end
+            end = end_2 if end_2 <= target else end
+            end = end_3 if end_3 <= target else end
+            four = load_u64(base, at)
+            weight_1 = weights[(four >> uint64(7)) & uint64(0xFF)]
+            weight_2 = weights[(four >> uint64(23)) & uint64(0xFF)]
+            weight_3 = weights[(four >> uint64(39)) & uint64(0xFF)]
+            weight = weights[(four >> uint64(55)) & uint64(0xFF)]
+            end_1 = end + weight_1
+            end_2 = end_1 + weight_2
+            end_3 = end_2 + weight_3
+            at += int64(end_1 <= target) + int64(end_2 <= target) + int64(end_3 <= target)
+            end = end_1 if end_1 <= target else end
+            end = end_2 if end_2 <= target else end
+            end = end_3 if end_3 <= target else end
+            weight = weight if end_3 <= target else weight_3
+            weight = weight if end_2 <= target else weight_2
+            weight = weight if end_1 <= target else weight_1
+        else:
+            while True:
+                if at >= n:
+                    return BAD
+                weight = weights[(int64(base[uint64(at)]) >> 7) & 0xFF]
+                if end + weight > target:
+                    break
+                end += weight
+                at += 1
+        end += weight
         if found == len(stops):
             return BAD
-        stops[uint64(found)] = at - 1
+        stops[uint64(found)] = at
         found += 1
+        at += 1
         low = max(end - weight - border, 0)
         part = min(end - border, 1 << bits) - low
         state = uint64(part) * (state >> uint64(bits)) + uint64(value - low)
@@ -432,28 +533,24 @@ def _hot(
     return found
 
 
-@kernel(I64, U16, U32, I16, I64, U32, U8, I64_IN, U32_OUT)
+@kernel(I64, U16, U16, U32, U8, I64_IN, U32_OUT)
 def _tell_hot(
     base: np.ndarray,
-    positions: np.ndarray,
-    steps: np.ndarray,
-    limit: int,
+    new: np.ndarray,
     hot: np.ndarray,
     told_by: np.ndarray,
     starts: np.ndarray,
     told: np.ndarray,
 ) -> int:
-    """The steps of hot elements into `told` (zeros), where each group starts."""
+    """The steps of hot elements into `told`, where each group starts."""
     cursors = starts.copy()
-    change = 0
     for i in range(len(hot)):
-        while change < len(positions) and positions[uint64(change)] < hot[i]:
-            change += 1  # one that is not hot
-        cursor = cursors[told_by[i]]
-        cursors[told_by[i]] = cursor + 1
-        if change < len(positions) and positions[uint64(change)] == hot[i]:
-            told[uint64(cursor)] = step_number(int64(steps[uint64(change)]))
-    return change
+        group = told_by[i]
+        cursor = cursors[group]
+        cursors[group] = cursor + 1
+        position = hot[i]
+        told[uint64(cursor)] = step_number(ordered(int64(new[position])) - ordered(int64(base[position])))
+    return len(hot)
 
 
 @kernel(I64, U32, U8, U32, I64_IN, U32_OUT, I16_OUT)

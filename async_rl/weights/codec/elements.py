@@ -26,7 +26,7 @@ from async_rl.weights.codec.jit import (
     uint64,
 )
 
-__all__ = ["apply", "digest", "find", "measure", "merge"]
+__all__ = ["apply", "digest", "find", "measure", "merge", "ordered"]
 
 
 @helper
@@ -44,7 +44,7 @@ def _hash(place: int, bits: int) -> Any:
 
 
 @helper
-def _ordered(bits: int) -> int:
+def ordered(bits: int) -> int:
     """Sign and magnitude -> two's complement of 16 bits, one to one: -0 is just below +0. Its own inverse."""
     return bits ^ ((bits >> 15) * 0x7FFF)
 
@@ -82,7 +82,7 @@ def measure(base: np.ndarray, new: np.ndarray, place: int, positions: np.ndarray
     for j in range(len(positions)):
         i = int64(positions[j])
         before, after = int64(base[i]), int64(new[i])
-        steps[j] = _ordered(after) - _ordered(before)
+        steps[j] = ordered(after) - ordered(before)
         total += _hash(place + i, after) - _hash(place + i, before)
     return total
 
@@ -94,7 +94,7 @@ def apply(values: np.ndarray, positions: np.ndarray, steps: np.ndarray, place: i
     for j in range(len(positions)):
         i = int64(positions[j])
         before = int64(values[i])
-        after = _ordered((_ordered(before) + int64(steps[j])) & 0xFFFF)
+        after = ordered((ordered(before) + int64(steps[j])) & 0xFFFF)
         values[i] = after
         total += _hash(place + i, after) - _hash(place + i, before)
     return total

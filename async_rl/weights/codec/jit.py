@@ -15,11 +15,14 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
+from llvmlite.binding import get_host_cpu_features  # type: ignore[import-untyped]
 from numba import njit, types
+from numba.core import config
 from numba.extending import intrinsic
 
 __all__ = [
     "F64",
+    "HAS_SUM_16",
     "I16",
     "I16_OUT",
     "I64",
@@ -42,6 +45,7 @@ __all__ = [
     "load_u64",
     "low_bit",
     "store_u64",
+    "sum_16",
     "uint64",
 ]
 
@@ -105,6 +109,11 @@ def helper(function: F) -> F:
 
 
 _LANES = 64  # elements in a mask
+
+HAS_SUM_16 = (
+    config.CPU_NAME is None and config.CPU_FEATURES is None and bool(get_host_cpu_features().get("ssse3"))
+)
+"""Whether kernels are compiled for a machine that has the instructions of sum_16."""
 
 
 def _pointer(context: Any, builder: Any, array: Any, value: Any, at: Any, kind: Any) -> Any:
@@ -183,6 +192,53 @@ def differ_64(_: Any, first: Any, second: Any, at: Any) -> Any:
         return builder.bitcast(builder.icmp_unsigned("!=", a, b), ir.IntType(_LANES))
 
     return types.uint64(first, second, at), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def sum_16(_: Any, array: Any, at: Any, count: Any, first: Any, low: Any, high: Any) -> Any:
+    """int64: the sum of numbers below 2^16, looked up by the exponents of array[at : at + count]; count <= 16, but
+    all 16 must exist. `low` and `high` hold the bytes of 16 numbers, number n for the exponent first + n, the outer
+    ones for all beyond. Only if HAS_SUM_16."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        i64, shorts = ir.IntType(64), ir.VectorType(ir.IntType(16), 16)
+        octets, pair = ir.VectorType(ir.IntType(8), 16), ir.VectorType(i64, 2)
+
+        def splat(value: Any, kind: Any) -> Any:
+            value = builder.trunc(value, kind.element)
+            one = builder.insert_element(
+                ir.Constant(kind, ir.Undefined), value, ir.Constant(ir.IntType(32), 0)
+            )
+            zeros = ir.Constant(ir.VectorType(ir.IntType(32), 16), [0] * 16)
+            return builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), zeros)
+
+        def call(name: str, result: Any, *operands: Any) -> Any:
+            kind = ir.FunctionType(result, [operand.type for operand in operands])
+            function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+            return builder.call(function, operands)
+
+        bits = _load(context, builder, signature, values[:2], shorts)
+        exponents = builder.and_(
+            builder.lshr(bits, ir.Constant(shorts, [7] * 16)), ir.Constant(shorts, [255] * 16)
+        )
+        numbers = builder.sub(exponents, splat(values[3], shorts))
+        numbers = call("llvm.smax.v16i16", shorts, numbers, ir.Constant(shorts, [0] * 16))
+        numbers = call("llvm.smin.v16i16", shorts, numbers, ir.Constant(shorts, [15] * 16))
+        numbers = builder.trunc(numbers, octets)
+        counted = builder.icmp_unsigned("<", ir.Constant(octets, list(range(16))), splat(values[2], octets))
+        counted = builder.sext(counted, octets)
+        sums = []
+        for array_type, array_value in zip(signature.args[4:], values[4:], strict=True):
+            table = builder.load(
+                _pointer(context, builder, array_type, array_value, i64(0), octets), align=1
+            )
+            found = builder.and_(call("llvm.x86.ssse3.pshuf.b.128", octets, table, numbers), counted)
+            sums.append(call("llvm.x86.sse2.psad.bw", pair, found, ir.Constant(octets, [0] * 16)))
+        both = builder.add(sums[0], builder.shl(sums[1], ir.Constant(pair, [8] * 2)))
+        halves = [builder.extract_element(both, ir.Constant(ir.IntType(32), half)) for half in (0, 1)]
+        return builder.add(*halves)
+
+    return types.int64(array, at, count, first, low, high), generate
 
 
 @intrinsic  # type: ignore[untyped-decorator]

@@ -75,6 +75,14 @@ def lowest_of(symbol: int) -> int:
 def fold(values: np.ndarray, symbols: np.ndarray, counts: np.ndarray, low: np.ndarray, at: int) -> int:
     """Numbers -> symbols, counted in `counts`, and their open bits, from byte `at` of `low` (4 bytes a number and 8
     to spare); the byte after."""
+    largest = np.uint32(0)
+    for i in range(len(values)):
+        largest = max(largest, values[i])
+    if largest < 8:  # often; nothing is left open
+        for i in range(len(values)):
+            symbols[i] = values[i]
+            counts[values[i]] += 1
+        return at
     held = fill = 0
     for i in range(len(values)):
         value = int64(values[i])
@@ -95,6 +103,13 @@ def fold(values: np.ndarray, symbols: np.ndarray, counts: np.ndarray, low: np.nd
 @kernel(I64, U8, U8, I64, U32_OUT)
 def unfold(symbols: np.ndarray, data: np.ndarray, at: int, values: np.ndarray) -> int:
     """The inverse; the byte after the open bits, or BAD."""
+    largest = np.uint8(0)
+    for i in range(len(symbols)):
+        largest = max(largest, symbols[i])
+    if largest < 8:
+        for i in range(len(symbols)):
+            values[i] = symbols[i]
+        return at
     at *= 8
     end = len(data)
     for i in range(len(symbols)):

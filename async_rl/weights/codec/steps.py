@@ -59,8 +59,8 @@ def decode_dense(data: np.ndarray, count: int) -> Steps | None:
 
 @helper
 def step_number(step: int) -> int:
-    """int16 -> 0 … 65535: 0, -1, 1, -2, 2, …"""
-    return ((step << 1) ^ (step >> 15)) & 0xFFFF
+    """A step, of which 16 bits count -> 0 … 65535: 0, -1, 1, -2, 2, …"""
+    return ((step << 1) ^ -((step >> 15) & 1)) & 0xFFFF
 
 
 @helper

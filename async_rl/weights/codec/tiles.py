@@ -78,7 +78,7 @@ def encode_tile(base: np.ndarray, new: np.ndarray, place: int, *, small: bool = 
     if small and len(positions) >= SMALL_FROM:
         from async_rl.weights.codec import contexts
 
-        smaller = contexts.encode_small(base, positions, steps)
+        smaller = contexts.encode_small(base, new, positions, steps)
         if len(smaller) < len(data):
             mode, data = Mode.SMALL, smaller
     return CodedTile(mode, data, len(positions), moved)
