@@ -26,6 +26,8 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 LIMIT_S = 60.0
+WARM_LIMIT_S = 300.0
+"""Where the codec's kernels were never compiled on this machine, that takes a minute or more."""
 
 ROOT = Path(__file__).parents[2]
 
@@ -119,7 +121,7 @@ class Forks:
         self._warm = False
         threading.Thread(target=self._listen, name="forks", daemon=True).start()
         with self._changed:
-            self._changed.wait_for(lambda: self._warm or self._process.poll() is not None, LIMIT_S)
+            self._changed.wait_for(lambda: self._warm or self._process.poll() is not None, WARM_LIMIT_S)
         assert self._warm, f"the warm process did not start: it ended with {self._process.poll()}"
 
     def start(self, entry: str, **args: Any) -> Child:
