@@ -148,6 +148,7 @@ class RolloutWorker:
         self._refusal = ""
         self._beat_now = asyncio.Event()
         self._look_now = asyncio.Event()  # for a new version
+        self._say_now = asyncio.Event()  # which versions are needed
         self._version_served = asyncio.Condition()
         self._all_acknowledged = asyncio.Event()
         self._all_acknowledged.set()
@@ -212,6 +213,7 @@ class RolloutWorker:
         )
 
     async def _start_engine(self, local: LocalVersion) -> None:
+        self._say_now.set()
         folder = await in_daemon_thread(self.subscriber.hf_folder, local)
         self._texts = await in_daemon_thread(Texts, folder)
         log.info("engine starting", engine=self.config.engine, version=local.version)
@@ -510,10 +512,13 @@ class RolloutWorker:
         if manifest is None:
             return None
         self._fetching, self._fetched = manifest.version, 0.0
+        lacked = self.subscriber.lacks
         try:
             local = await in_daemon_thread(self.subscriber.fetch, manifest, self._on_fetched)
         finally:
             self._fetching = -1
+            if self.subscriber.lacks != lacked:
+                self._say_now.set()
         self._sync_bytes += local.fetched_bytes
         return local
 
@@ -547,15 +552,20 @@ class RolloutWorker:
             await self._serve(local)
 
     async def _say_needs(self) -> None:
-        """Waits for: the next beat. Garbage collection goes by it; without it this worker finds another path."""
+        """Waits for: the next beat, or a version that can't be had. Garbage collection goes by what is said here, and
+        so can a trainer whose last way was lost; without it this worker finds another path."""
         store, pause_s = self.subscriber.store, self.subscriber.config.beat_s
         while True:
-            beat = ReaderBeat(self.name, self.subscriber.needed_versions, 5 * pause_s)
+            beat = ReaderBeat(
+                self.name, self.subscriber.needed_versions, 5 * pause_s, self.subscriber.lacks
+            )
             try:
                 await in_daemon_thread(write_beat, store, beat)
             except StoreError as error:
                 log.debug("the store does not know which versions are needed here", error=str(error))
-            await asyncio.sleep(pause_s)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._say_now.wait(), pause_s)
+            self._say_now.clear()
 
     async def _need_nothing(self) -> None:
         try:

@@ -135,9 +135,8 @@ class Follower:
                 try:
                     route = self._plan(manifest, frozenset(avoid), gone)
                 except WeightsError as error:
-                    if not reasons:
-                        raise
-                    raise Corrupt(f"{what} can't be had: {'; '.join(reasons)}", hint=error.hint) from error
+                    why = "; ".join(reasons or [error.message])
+                    raise Corrupt(f"{what} can't be had: {why}", hint=error.hint) from error
                 try:
                     self._go(route, manifest, said)
                     break

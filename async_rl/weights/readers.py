@@ -31,6 +31,7 @@ class ReaderBeat(Struct, frozen=True):
     worker: str
     versions: tuple[int, ...]  # that it holds, and that it is on the way to
     expires_s: float  # after the store's time of this object it counts as gone
+    lacks: int = -1  # a version to which it found no whole way: it needs a new full state. -1: none
 
 
 def write_beat(store: ObjectStore, beat: ReaderBeat) -> None:

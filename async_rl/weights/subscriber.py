@@ -23,7 +23,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from async_rl.errors import NotFound, WeightsError
+from async_rl.errors import Corrupt, NotFound, WeightsError
 from async_rl.log import get_logger
 from async_rl.store.base import ObjectStore
 from async_rl.weights.config import WeightsConfig
@@ -81,6 +81,8 @@ class Subscriber:
         self._claims: list[Claim] = []
         self._told_bytes = 0
         self._coming: int | None = None
+        self.lacks = -1
+        """The version to which the last fetch found no whole way; -1: it found one, or the store was away."""
         self._unscrubbed = 0
 
     @property
@@ -121,6 +123,10 @@ class Subscriber:
         self._coming = manifest.version
         try:
             shadow, route = self._follower.reach(manifest, progress)
+            self.lacks = -1
+        except Corrupt:
+            self.lacks = manifest.version
+            raise
         finally:
             self._coming = None
         self._unscrubbed += 1

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -17,6 +18,7 @@ from async_rl.store import open_store
 from async_rl.transport.memory import MemoryNetwork
 from async_rl.weights.config import WeightsConfig
 from async_rl.weights.lineage import read_manifest
+from async_rl.weights.readers import live_readers
 from async_rl.weights.subscriber import Subscriber
 from async_rl.wire import (
     Ack,
@@ -234,7 +236,7 @@ async def test_a_lease_for_a_version_on_its_way_waits_for_it(world):
         assert failed.returned and "version 7" in failed.reason
 
 
-async def test_a_version_that_can_not_be_had_leaves_the_old_one_serving(world):
+async def test_a_version_that_can_not_be_had_leaves_the_old_one_serving(world, tiny_model):
     async with world() as w:
         await w.serve()
         w.store.on("list_after", "versions/", raises(StoreUnavailable("the store is down")), times=2)
@@ -246,10 +248,71 @@ async def test_a_version_that_can_not_be_had_leaves_the_old_one_serving(world):
         await w.orchestrator.say(Announce(1, 1))
         done = await w.fulfil(lease())
         assert spans_of(done)[0][0][0] == 0
+        await until(lambda: lacked(w.store) == {1}, "the worker to say what it lacks")
+        w.trainer.publish()  # a delta from a version that can't be had
+        await until(lambda: lacked(w.store) == {2}, "the worker to say what it lacks")
+        Trainer(w.store, tiny_model).publish()  # a full one
+        assert (await w.orchestrator.expect(Credit)).version == 3
+        done = await w.fulfil(lease())
+        assert spans_of(done)[0][0][0] == 3
+        await until(lambda: lacked(w.store) == {-1}, "the worker to lack nothing")
+
+
+def lacked(store: ScriptedStore) -> set[int]:
+    return {beat.lacks for beat in live_readers(store)}
+
+
+async def test_the_store_knows_which_versions_a_worker_needs_until_it_leaves(world):
+    async with world() as w:
+        await w.serve()
+        await until(lambda: [beat.worker for beat in live_readers(w.store)] == ["w1"], "the first beat")
+        w.worker._say_now.set()
+        await until(lambda: [beat.versions for beat in live_readers(w.store)] == [(0,)], "another")
+        assert live_readers(w.store)[0].expires_s == 5 * QUICK.beat_s
+        await w.orchestrator.say(Drain("the run is finished"))
+        await w.orchestrator.expect(Bye)
+        assert await asyncio.wait_for(w.running, 10.0) is None
+        assert live_readers(w.store) == []
+
+
+async def test_a_store_that_takes_no_beats_stops_nobody(world):
+    async with world() as w:
+        w.store.on("put", "workers/", raises(StoreUnavailable("the store is down")), times=99)
+        await w.serve()
+        w.worker._say_now.set()
+        await w.fulfil(lease())
+        w.worker._say_now.set()
+        w.trainer.publish()
+        assert (await w.orchestrator.expect(Credit)).version == 1
+
+
+async def test_a_copy_damaged_on_this_machine_is_found_by_a_scrub_and_replaced(world):
+    async with world() as w:
+        await w.serve()
+        w.worker.subscriber.config = msgspec.structs.replace(QUICK, scrub_every=1)
+        update, fetch, paths = w.engine.update, w.worker.subscriber.fetch, []
+
+        async def damaging(version, shards):
+            done = await update(version, shards)
+            with shards[0].open("r+b") as file:
+                file.seek(-1, 2)
+                file.write(b"\x77")
+            w.engine.update = update
+            return done
+
+        def noted(*args):
+            paths.append(fetch(*args).path)
+            return fetch(*args)
+
+        w.engine.update, w.worker.subscriber.fetch = damaging, noted
+        w.trainer.publish()
+        assert (await w.orchestrator.expect(Credit)).version == 1
+        await until(lambda: len(paths) == 2, "the damaged copy to be replaced")
+        assert paths[0].startswith("from version 0") and paths[1].startswith("from nothing")
         w.trainer.publish()
         assert (await w.orchestrator.expect(Credit)).version == 2
-        done = await w.fulfil(lease())
-        assert spans_of(done)[0][0][0] == 2
+        assert paths[2].startswith("from version 1")
+        assert w.worker.subscriber.scrub() and not w.engine.failed
 
 
 async def test_a_group_is_kept_until_it_is_acknowledged_across_a_restart_of_the_orchestrator(world):
