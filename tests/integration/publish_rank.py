@@ -6,19 +6,23 @@ Any failed assertion ends the rank with an error, and with it the whole start.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
+import msgspec
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from async_rl.errors import AccessDenied, AsyncRLError, Fenced, StoreUnavailable, WeightsError
-from async_rl.store import open_store
-from async_rl.weights import lineage
+from async_rl.store import ObjectStore, open_store
+from async_rl.weights import changes, lineage
 from async_rl.weights.config import WeightsConfig
 from async_rl.weights.lineage import Claim, claim
 from async_rl.weights.publisher import Publisher
@@ -27,7 +31,7 @@ from async_rl.weights.run import RunInfo, ensure_run
 from tests.weights_support import ScriptedStore, raises, tiny_qwen3, write_model_dir
 
 LIMIT_S = 30.0
-SMALL = WeightsConfig(pack_bytes=4000)
+SMALL = WeightsConfig(pack_bytes=4000, delta_pack_bytes=100, merge_after_s=LIMIT_S)
 
 
 def fsdp_model(url: str, folder: Path) -> None:
@@ -57,22 +61,82 @@ def publish_and_train(url: str, folder: Path, tied: bool, trained: Path) -> None
         save_file(whole, trained)
 
 
-def uneven_and_failing(url: str, folder: Path) -> None:
-    """Shards that are short or empty, then what can go wrong on one rank and must be heard on all."""
+SHAPES = {
+    "embed.weight": (9, 4),  # 3, 3, 3, 0 rows on four ranks
+    "two.weight": (2, 300),
+    "bias": (5,),
+    "empty.weight": (0, 3),
+    "layer.weight": (64, 33),
+    "scalar": (),  # on every rank, not sharded
+}
+STATES = 4
+
+
+def state(number: int) -> dict[str, torch.Tensor]:
+    """Random, a few weights changed, nothing changed, everything changed."""
+    source = torch.Generator().manual_seed(0)
+    whole = {name: torch.randn(shape, generator=source) for name, shape in SHAPES.items()}
+    for tensor in whole.values():
+        if number in (1, 2) and tensor.numel():
+            tensor.view(-1)[:: max(1, tensor.numel() // 7)] += 0.5
+        if number == 3:
+            tensor.mul_(-1.7)
+    return whole
+
+
+def sharded(whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return {
+        name: distribute_tensor(tensor, mesh, [Shard(0)]) if tensor.ndim else tensor
+        for name, tensor in whole.items()
+    }
+
+
+def assign(parameters: dict[str, torch.Tensor], whole: dict[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for name, tensor in whole.items():
+            sharding = isinstance(parameters[name], DTensor)
+            mesh = parameters[name].device_mesh if sharding else None
+            parameters[name].copy_(distribute_tensor(tensor, mesh, [Shard(0)]) if mesh else tensor)
+
+
+def publish_states(
+    store: ObjectStore, folder: Path, parameters: dict[str, torch.Tensor], written: threading.Event | None
+) -> None:
+    """Every state as a version. `written`: rank 0's; set when the anchor is there."""
+    if written is not None:
+        write_model_dir(folder / "model")
+    run = from_rank0(lambda: ensure_run(store, folder / "model", parameters), RunInfo)
+    ours = from_rank0(lambda: claim(store), Claim)
+    config = msgspec.structs.replace(SMALL, anchor_every=1, skip_spans=(2,))  # an anchor of version 2
+    with small_tiles(), Publisher(store, run, ours, parameters, config) as publisher:
+        for number in range(STATES):
+            assign(parameters, state(number))
+            assert publisher.publish(number) == number
+            publisher.flush(LIMIT_S)
+        if written is not None:  # close would give it up
+            assert written.wait(LIMIT_S)
+
+
+@contextmanager
+def small_tiles() -> Iterator[None]:
+    """Of 16 elements, so that they are cut by tensors, by tiles and by ranks."""
+    with patch.object(changes, "TILE", 16):
+        yield
+
+
+def states(url: str, folder: Path) -> None:
+    store = ScriptedStore(open_store(url))
+    written = threading.Event()
+    store.on("put", "ways/", written.set, lost_answer=True)
+    publish_states(store, folder, sharded(state(0)), written if dist.get_rank() == 0 else None)
+
+
+def failing(url: str, folder: Path) -> None:
+    """What can go wrong on one rank and must be heard on all."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    mesh = init_device_mesh("cpu", (ranks,))
-    torch.manual_seed(0)
-    whole = {
-        "embed.weight": torch.randn(9, 4),  # 3, 3, 3, 0 rows on four ranks
-        "two.weight": torch.randn(2, 300),
-        "bias": torch.randn(5),
-        "empty.weight": torch.randn(0, 3),
-        "layer.weight": torch.randn(64, 33),
-    }
-    parameters: dict[str, torch.Tensor] = {
-        name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in whole.items()
-    }
-    parameters["scalar"] = whole["scalar"] = torch.tensor(3.0)  # on every rank, not sharded
+    whole = state(0)
+    parameters = sharded(whole)
     store = ScriptedStore(open_store(url))
     model_dir = folder / "model"
     if rank == 0:
@@ -87,6 +151,7 @@ def uneven_and_failing(url: str, folder: Path) -> None:
             return error
         raise AssertionError(f"rank {rank}: no {kind.__name__}")
 
+    mesh = parameters["layer.weight"].device_mesh
     refused = {**parameters, "layer.weight": distribute_tensor(whole["layer.weight"], mesh, [Replicate()])}
     error = expect(WeightsError, lambda: Publisher(store, run, ours, refused, SMALL))
     assert "layer.weight is placed as (Replicate(),)" in str(error), error
@@ -97,43 +162,81 @@ def uneven_and_failing(url: str, folder: Path) -> None:
     error = expect(WeightsError, lambda: Publisher(store, run, ours, refused, SMALL))
     assert "no parameter 'layer.weight'" in str(error), error
 
-    with Publisher(
-        store, run, ours, parameters, WeightsConfig(pack_bytes=600, publish_limit_s=LIMIT_S)
-    ) as publisher:
+    def step() -> None:
+        for name, tensor in whole.items():
+            whole[name] = tensor + 0.25
+        assign(parameters, whole)
+
+    waits = msgspec.structs.replace(SMALL, pack_bytes=600, publish_limit_s=LIMIT_S)
+    with Publisher(store, run, ours, parameters, waits) as publisher:
+        if rank == 1:
+            store.on("upload", "packs/", raises(StoreUnavailable("a gateway restarts")), times=2)
         publisher.publish(0)
         publisher.flush(LIMIT_S)
+        assert publisher.committed == 0
 
+        step()
         if rank == 1:
             store.on("upload", "packs/", raises(StoreUnavailable("a gateway restarts")), times=2)
         publisher.publish(1)
         publisher.flush(LIMIT_S)
         assert publisher.committed == 1
 
+        step()
         if rank == 1:
             store.on("upload", "packs/", raises(AccessDenied("no PutObject for rank 1")))
         publisher.publish(2)
         error = expect(AccessDenied, lambda: publisher.publish(3))
         assert error.message == "no PutObject for rank 1"
 
+        step()
         publisher.publish(3)
         publisher.flush(LIMIT_S)
         assert publisher.committed == 3, publisher.committed  # 2 is used up
+    whole_at = {3: dict(whole)}
+
+    # One rank's upload hangs: all merge, and all go on together.
+    impatient = msgspec.structs.replace(waits, merge_after_s=0.0)
+    with Publisher(store, run, ours, parameters, impatient, parent=3) as publisher:
+        publisher._next = 4  # a second publisher of one life: only here
+        publisher.publish(4)
+        publisher.flush(LIMIT_S)
+        gate = threading.Event()
+        if rank == 1:
+            store.on("upload", "packs/", lambda: gate.wait(LIMIT_S))
+        step()
+        assert publisher.publish(5) == 5
+        step()
+        assert publisher.publish(6) == -1
+        assert publisher.catch_up(6)
+        assert publisher.newest == 5
+        gate.set()
+        publisher.flush(LIMIT_S)
+        assert publisher.committed == 6
+        whole_at[6] = dict(whole)
 
         from_rank0(lambda: claim(store), Claim)  # another trainer starts
-        publisher.publish(4)
+        publisher.publish(7)
         expect(Fenced, lambda: publisher.flush(LIMIT_S))
-        expect(Fenced, lambda: publisher.publish(5))
-    assert lineage.list_versions(store) == [0, 1, 3]
+        expect(Fenced, lambda: publisher.publish(8))
+        expect(Fenced, lambda: publisher.catch_up(8))
+    assert lineage.list_versions(store) == [0, 1, 3, 4, 5, 6]
+    assert [lineage.read_manifest(store, version).step for version in (4, 5, 6)] == [4, 5, 6]
+    same = lineage.read_manifest(store, 4).way
+    assert (same.base, same.packs) == (3, ())
     error = expect(
         AccessDenied, lambda: from_rank0(lambda: raises(AccessDenied("rank 0 may not"))(), Claim)
     )
     assert error.message == "rank 0 may not"
     if rank == 0:
-        save_file({n: t.to(torch.bfloat16) for n, t in whole.items()}, folder / "whole.safetensors")
+        for version, tensors in whole_at.items():
+            save_file(
+                {n: t.to(torch.bfloat16) for n, t in tensors.items()}, folder / f"{version}.safetensors"
+            )
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    {"fsdp": fsdp_model, "uneven": uneven_and_failing}[sys.argv[1]](sys.argv[2], Path(sys.argv[3]))
+    {"fsdp": fsdp_model, "states": states, "failing": failing}[sys.argv[1]](sys.argv[2], Path(sys.argv[3]))
     dist.destroy_process_group()

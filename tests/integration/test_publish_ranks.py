@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,10 @@ from async_rl.weights.lineage import claim, read_manifest
 from async_rl.weights.publisher import Publisher
 from async_rl.weights.run import ensure_run, open_run
 from async_rl.weights.subscriber import Subscriber, pull
-from tests.weights_support import tiny_qwen3
+from async_rl.weights.ways import list_edges, read_way
+from tests.integration.publish_rank import SMALL, STATES, publish_states, state
+from tests.weights_support import ScriptedStore, tiny_qwen3
 
-SMALL = WeightsConfig(pack_bytes=4000)  # as in publish_rank.py
 LIMIT_S = 90
 
 
@@ -99,15 +102,56 @@ def test_two_ranks_under_fully_shard_publish_what_one_rank_publishes(s3_url: str
         assert (pulled.lm_head.weight is pulled.model.embed_tokens.weight) is tied
 
 
+def fetched(store: ObjectStore, version: int, cache: Path) -> dict[str, torch.Tensor]:
+    with closing(Subscriber(store, open_run(store), cache, WeightsConfig())) as subscriber:
+        result: dict[str, torch.Tensor] = {}
+        for shard in subscriber.fetch(read_manifest(store, version)).shards:
+            result |= load_file(shard)
+        return {name: tensor.clone() for name, tensor in result.items()}  # not views of files that change
+
+
+def rounded(number: int) -> dict[str, torch.Tensor]:
+    return {name: tensor.to(torch.bfloat16) for name, tensor in state(number).items()}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3 * LIMIT_S)
+def test_states_and_digests_are_the_same_whatever_the_number_of_ranks(tmp_path: Path) -> None:
+    """Uneven, short and empty shards, a scalar that all hold: full, few changed, none changed, all changed, and an
+    anchor."""
+    stores = {ranks: open_store(f"file://{tmp_path}/{ranks}") for ranks in (1, 2, 4)}
+    alone = ScriptedStore(stores[1])
+    written = threading.Event()
+    alone.on("put", "ways/", written.set, lost_answer=True)
+    publish_states(alone, tmp_path / "alone", state(0), written)
+    for ranks in (2, 4):
+        start_ranks(ranks, "states", stores[ranks].url, str(tmp_path / f"{ranks}-model"))
+    for version in range(STATES):
+        manifests = {ranks: read_manifest(store, version) for ranks, store in stores.items()}
+        assert len({manifest.digest for manifest in manifests.values()}) == 1
+        assert len({manifest.way.changed for manifest in manifests.values()}) == 1
+        assert {manifest.way.base for manifest in manifests.values()} == {version - 1}
+        if version == 2:
+            assert all(not manifest.way.packs for manifest in manifests.values())
+        for ranks, store in stores.items():
+            assert same_bits(fetched(store, version, tmp_path / f"cache-{ranks}"), rounded(version))
+    last = read_manifest(stores[4], 3).way
+    assert {pack.key.split("-")[2] for pack in last.packs} == {"0", "1", "2", "3"}
+    for ranks, store in stores.items():
+        (edge,) = list_edges(store)
+        way = read_way(store, edge).way
+        assert (edge.version, edge.base, way.base) == (2, -1, -1)
+        owners = {pack.key.split("-")[2] for pack in way.packs}
+        assert owners == {f"anchor{rank}" for rank in range(min(ranks, len(way.packs)))}
+        anchored = tmp_path / f"anchored-{ranks}"
+        assert same_bits(fetched(store, edge.version, anchored), rounded(2))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(LIMIT_S + 30)
-def test_four_ranks_with_short_and_empty_shards_stay_in_step_through_every_failure(tmp_path: Path) -> None:
+def test_four_ranks_stay_in_step_through_every_failure(tmp_path: Path) -> None:
     store = open_store(f"file://{tmp_path}/store")
-    start_ranks(4, "uneven", store.url, str(tmp_path))
-    subscriber = Subscriber(store, open_run(store), tmp_path / "cache", WeightsConfig())
-    for version in (0, 1, 3):
-        local = subscriber.fetch(read_manifest(store, version))
-        fetched: dict[str, torch.Tensor] = {}
-        for shard in local.shards:
-            fetched |= load_file(shard)
-        assert same_bits(fetched, load_file(tmp_path / "whole.safetensors"))
+    start_ranks(4, "failing", store.url, str(tmp_path))
+    for version in (3, 6):
+        expected = load_file(tmp_path / f"{version}.safetensors")
+        assert same_bits(fetched(store, version, tmp_path / "cache"), expected)
