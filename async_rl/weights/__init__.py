@@ -1,11 +1,35 @@
-"""Policy versions in the object store: what a run is, who may write a version, how one travels.
+"""Policy versions in the object store: what a run is, who may write a version, how one travels. docs/weights.md has
+the format.
 
 run.py         run.json and the model's files, created once
 lineage.py     claims, manifests, and the rules that make one trainer the writer
-packs.py       how a state is cut into safetensors objects, and which rank writes which
-publisher.py   every rank: snapshot, stream to the owners' packs, commit
+codec/         the change of a tile as bytes
+
+the trainer
+publisher.py   every rank: snapshot, encode, upload, commit
+changes.py     a rank's rows against its baseline, as delta packs
+full.py        a full state, streamed to rotating owners
+drafts.py      one version's packs on every rank, until they are whole
+anchors.py     full states in the background
 shards.py      its view of the parameters: local rows, 16 bit
 ranks.py       its view of the other ranks
-subscriber.py  find, fetch, verify, make a Hugging Face folder (no torch)
+upkeep.py      compactor.py and gc.py in a thread of rank 0
+
+objects
+packs.py       full packs: how a state is cut into safetensors objects, and which rank writes which
+deltas.py      delta packs: tiles and their table
+ways.py        further ways to a version: skip deltas, anchors
+compactor.py   writes skip deltas; layers.py and replay.py read deltas for it and for the commands
+gc.py          what nobody needs any more
+
+the reader (no torch)
+subscriber.py  find, fetch, make a Hugging Face folder
+plan.py        the cheapest path in bytes
+follower.py    from what is here to the version that is wanted
+fetch.py       parallel ranged gets, verified
+shadow.py      one version's state as files, changed in place
+readers.py     which versions a worker still needs
 files.py       local files that are there whole or not at all
+
+report.py, difference.py, check.py, estimate.py, peers.py, entropy.py: for the commands
 """
