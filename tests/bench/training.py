@@ -72,20 +72,17 @@ class Training:
         from transformers import LlamaForCausalLM
 
         with torch.device("meta"):
-            shapes: dict[str, torch.Size] = {
-                name: tensor.shape
-                for name, tensor in LlamaForCausalLM(model_config(shape)).named_parameters()
-            }
+            model = LlamaForCausalLM(model_config(shape))
+            sizes: dict[str, torch.Size] = {name: each.shape for name, each in model.named_parameters()}
         self.rate = rate
         self._random = torch.Generator().manual_seed(seed)
         self._noise = torch.randn(NOISE, generator=self._random)
-        self.flat = torch.empty(sum(math.prod(shape) for shape in shapes.values()))
+        self.flat = torch.empty(sum(math.prod(size) for size in sizes.values()))
         self.parameters: dict[str, torch.Tensor] = {}
         at = 0
-        for name, shape in shapes.items():
-            size = math.prod(shape)
-            self.parameters[name] = self.flat[at : at + size].view(shape)
-            at += size
+        for name, size in sizes.items():
+            self.parameters[name] = self.flat[at : at + math.prod(size)].view(size)
+            at += math.prod(size)
         self._momentum = torch.empty_like(self.flat)
         for weights, momentum in self._blocks():
             torch.mul(self._stretch(len(weights)), WEIGHT_STD, out=weights)
