@@ -20,8 +20,8 @@ from async_rl.weights.codec import (
     encode_tile,
     tile_steps,
 )
-from async_rl.weights.codec.contexts import encode_small
-from async_rl.weights.codec.steps import encode_dense
+from async_rl.weights.codec.contexts import encode_small, plan_small
+from async_rl.weights.codec.steps import dense_numbers, encode_dense
 from async_rl.weights.codec.steps import encode_steps as encode_sparse
 
 ALL = (1 << 64) - 1
@@ -91,6 +91,17 @@ def changes(draw, longest=6000):
 bit_pairs = st.lists(st.tuples(st.integers(0, 0xFFFF), st.integers(0, 0xFFFF)), min_size=1, max_size=200)
 
 
+def coded_by(mode, base, new):
+    """A change of at least one element in a given mode, whether it is the best or not."""
+    coded = encode_tile(base, new, 0)
+    positions, steps = tile_steps(coded.mode, coded.data, len(base))
+    if mode == Mode.SMALL:
+        return encode_small(base, new, positions, steps, plan_small(base, positions, steps))
+    if mode == Mode.DENSE:
+        return encode_dense(dense_numbers(positions, steps, len(base)), len(positions))
+    return encode_sparse(positions, steps, len(base))
+
+
 def check_round_trip(base, new, mode, data, place=5 << 33):
     values = np.array(base)
     changed, moved = apply_tile(mode, data, values, place)
@@ -130,10 +141,8 @@ def test_every_mode_can_carry_every_change(pair):
     coded = encode_tile(base, new, 0)
     if coded is None:
         return
-    positions, steps = tile_steps(coded.mode, coded.data, len(base))
-    check_round_trip(base, new, Mode.STEPS, encode_sparse(positions, steps, len(base)))
-    check_round_trip(base, new, Mode.DENSE, encode_dense(positions, steps, len(base)))
-    check_round_trip(base, new, Mode.SMALL, encode_small(base, new, positions, steps))
+    for mode in Mode:
+        check_round_trip(base, new, mode, coded_by(mode, base, new))
 
 
 @pytest.mark.parametrize("shift", [1, 0x7FFF, 0x8000, 0x8001])
@@ -237,6 +246,10 @@ def test_digests_of_parts_add_up(pair, cut):
 # ---------------------------------------------------------------- size
 
 
+def ordered(bits):
+    return bits.view(np.int16).astype(np.int64) ^ ((bits.view(np.int16) >> 15) & 0x7FFF)
+
+
 def entropy_bytes(steps):
     """Of the positions and of the steps, without context."""
     counts = np.unique(steps, return_counts=True)[1]
@@ -250,13 +263,29 @@ def test_a_trained_step_costs_what_its_entropy_says(rate):
     master = rng.normal(0, 0.02, n).astype(np.float32)
     moved = master + rate * rng.uniform(0.3, 1.5, n).astype(np.float32) * rng.choice([-1, 1], n)
     base, new = rounded(master), rounded(moved)
-    order = lambda bits: bits.view(np.int16).astype(np.int64) ^ ((bits.view(np.int16) >> 15) & 0x7FFF)  # noqa: E731
-    steps = order(new) - order(base)
+    steps = ordered(new) - ordered(base)
     exponents = (base >> 7) & 0xFF
     given_exponent = sum(entropy_bytes(steps[exponents == each]) for each in np.unique(exponents))
     default, small = (len(encode_tile(base, new, 0, small=small).data) for small in (False, True))
     assert default < 1.05 * entropy_bytes(steps)
     assert small < 1.10 * given_exponent
+
+
+def test_large_steps_that_repeat_cost_little():
+    rng = np.random.default_rng(3)
+    base = rng.choice(np.array([0x7FC1, 0xFF81, 0x8000, 0, 0x7F80, 0xFF80], np.uint16), 1 << 16)
+    for part in (0.1, 1.0):
+        new = np.where(rng.random(len(base)) < part, rng.permutation(base), base)
+        coded = encode_tile(base, new, 0)
+        check_round_trip(base, new, coded.mode, coded.data)
+        assert len(coded.data) < 1.3 * entropy_bytes(ordered(new) - ordered(base))
+
+
+def test_noise_costs_hardly_more_than_itself():
+    rng = np.random.default_rng(3)
+    base, new = rng.integers(0, 1 << 16, (2, 1 << 16)).astype(np.uint16)
+    for small in (False, True):
+        assert len(encode_tile(base, new, 0, small=small).data) < 2 * len(base) + 200
 
 
 def test_one_change_in_a_large_tile_costs_a_dozen_bytes():

@@ -8,10 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_rl.errors import Corrupt
-from async_rl.weights.codec import Mode, apply_planes, apply_tile, encode_planes, encode_tile, tile_steps
-from async_rl.weights.codec.contexts import encode_small
-from async_rl.weights.codec.steps import encode_dense, encode_steps
-from tests.unit.test_codec import changes
+from async_rl.weights.codec import Mode, apply_planes, apply_tile, encode_planes, tile_steps
+from tests.unit.test_codec import changes, coded_by
 
 quick = settings(max_examples=150, deadline=None)
 modes = st.sampled_from(list(Mode))
@@ -32,15 +30,6 @@ def apply_guarded(mode, data, base):
         assert 0 <= changed <= len(base) and 0 <= moved < 1 << 64
     assert (walled[:GUARD] == 0xABCD).all() and (walled[-GUARD:] == 0xABCD).all()
     return inside if changed >= 0 else None
-
-
-def coded_by(mode, base, new):
-    positions = np.flatnonzero(base != new).astype(np.uint32)
-    coded = encode_tile(base, new, 0)
-    steps = tile_steps(coded.mode, coded.data, len(base))[1]
-    if mode == Mode.SMALL:
-        return encode_small(base, new, positions, steps)
-    return (encode_dense if mode == Mode.DENSE else encode_steps)(positions, steps, len(base))
 
 
 @quick

@@ -29,6 +29,7 @@ import numpy as np
 
 from async_rl.weights.codec.elements import ordered
 from async_rl.weights.codec.jit import (
+    F64,
     HAS_SUM_16,
     I16,
     I16_OUT,
@@ -53,7 +54,7 @@ from async_rl.weights.codec.numbers import get_varint, pack, put_varint, unpack
 from async_rl.weights.codec.rans import BAD, SYMBOLS, low_bits_of, lowest_of, symbol_of
 from async_rl.weights.codec.steps import number_step, step_number
 
-__all__ = ["decode_small", "encode_small"]
+__all__ = ["SmallPlan", "decode_small", "encode_small", "plan_small"]
 
 Steps = tuple[np.ndarray, np.ndarray]
 
@@ -100,8 +101,16 @@ class _Model(NamedTuple):
     group_count: int
 
 
-def encode_small(base: np.ndarray, new: np.ndarray, positions: np.ndarray, steps: np.ndarray) -> bytes:
-    """A change of at least one element of `base`, of which the positions and steps are known."""
+class SmallPlan(NamedTuple):
+    changes: np.ndarray  # by exponent, int64 [EXPONENTS]
+    levels: np.ndarray
+    model: _Model
+    bits: float  # the entropy given the exponent, without low bits of steps
+    bits_without: float  # likewise, without context
+
+
+def plan_small(base: np.ndarray, positions: np.ndarray, steps: np.ndarray) -> SmallPlan:
+    """For a change of at least one element of `base`."""
     elements, changes = np.zeros(EXPONENTS, np.int64), np.zeros(EXPONENTS, np.int64)
     numbers = np.zeros(EXPONENTS * SYMBOLS, np.int64)
     _count(base, positions, steps, elements, changes, numbers)
@@ -111,9 +120,18 @@ def encode_small(base: np.ndarray, new: np.ndarray, positions: np.ndarray, steps
         counts[top] = counts[top:].sum()
         counts[top + 1 :] = 0
     levels = np.zeros(EXPONENTS, np.int64)
-    _set_levels(elements, changes, numbers, limit, levels)
-    model = _model_of(levels, limit)
+    bits = _set_levels(elements, changes, numbers, limit, levels)
+    by_symbol = numbers.reshape(EXPONENTS, SYMBOLS)[:, 1:].sum(0)
+    by_symbol = np.append(by_symbol[by_symbol > 0], len(base) - len(positions))
+    without = float(np.sum(by_symbol * np.log2(len(base) / np.maximum(by_symbol, 1))))
+    return SmallPlan(changes, levels, _model_of(levels, limit), bits, without)
 
+
+def encode_small(
+    base: np.ndarray, new: np.ndarray, positions: np.ndarray, steps: np.ndarray, plan: SmallPlan
+) -> bytes:
+    changes, levels, model = plan[:3]
+    limit = model.limit
     hot, hot_groups = _find_hot(base, model)
     sizes = np.bincount(hot_groups, minlength=model.group_count)
     sizes[0] = changes[limit:].sum()
@@ -131,10 +149,10 @@ def encode_small(base: np.ndarray, new: np.ndarray, positions: np.ndarray, steps
     first, last = int(used[0]), int(used[-1])
     differences = np.diff(levels[first : last + 1], prepend=0)
     shown = ((differences << 1) ^ (differences >> 63)).astype(np.uint32)
-    plan = pack([(shown, 0), (buckets, 0)])
-    head = (len(positions), made, limit, first, last - first, len(plan), len(words) - first_word)
+    told_first = pack([(shown, 0), (buckets, 0)])
+    head = (len(positions), made, limit, first, last - first, len(told_first), len(words) - first_word)
     sections = [(told[start : start + size], 0) for start, size in zip(starts, sizes, strict=True)]
-    return b"".join((*map(put_varint, head), plan, words[first_word:].tobytes(), pack(sections)))
+    return b"".join((*map(put_varint, head), told_first, words[first_word:].tobytes(), pack(sections)))
 
 
 def decode_small(data: np.ndarray, base: np.ndarray) -> list[Steps] | None:
@@ -249,16 +267,31 @@ def _count(
     return 0
 
 
-@kernel(I64, I64_IN, I64_IN, I64_IN, I64, I64_OUT)
+@kernel(F64, I64_IN, I64_IN, I64_IN, I64, I64_OUT)
 def _set_levels(
     elements: np.ndarray, changes: np.ndarray, numbers: np.ndarray, limit: int, levels: np.ndarray
-) -> int:
-    """Hot exponents join the group before as long as that costs no more than a table of their own."""
+) -> float:
+    """Hot exponents join the group before as long as that costs no more than a table of their own. Returns the bits
+    of all symbols, if every exponent of what is hot had a table."""
+    bits = 0.0
+    cold = np.zeros(SYMBOLS, np.int64)
+    cold_total = 0
     for exponent in range(limit, EXPONENTS):
         if changes[exponent]:
-            chance = min(changes[exponent] / elements[exponent], 0.5)
+            chance = changes[exponent] / elements[exponent]
+            rest = elements[exponent] - changes[exponent]
+            bits -= changes[exponent] * math.log2(chance)
+            if rest:
+                bits -= rest * math.log2(1.0 - chance)
+            for symbol in range(1, SYMBOLS):
+                cold[symbol] += numbers[exponent * SYMBOLS + symbol]
+            cold_total += changes[exponent]
+            chance = min(chance, 0.5)
             weight = int64(-math.log(1.0 - chance) * UNIT + 0.5)
             levels[exponent] = symbol_of(min(max(weight, 1), (1 << _WEIGHT_BITS) - 1))
+    for symbol in range(SYMBOLS):
+        if cold[symbol]:
+            bits += cold[symbol] * math.log2(cold_total / cold[symbol])
     group = np.zeros(SYMBOLS, np.int64)
     group_cost, made = 0.0, 0
     for exponent in range(limit):
@@ -270,6 +303,7 @@ def _set_levels(
             alone_total += mine
             together_total += both
             if mine:
+                bits += mine * math.log2(elements[exponent] / mine)
                 alone += 5.0 - mine * math.log2(mine)  # a table takes about 5 bits a symbol
             if both:
                 together += 5.0 - both * math.log2(both)
@@ -288,7 +322,7 @@ def _set_levels(
         for symbol in range(SYMBOLS):
             mine = numbers[exponent * SYMBOLS + symbol]
             group[symbol] = mine + (group[symbol] if joins or made == 1 else 0)
-    return made
+    return bits
 
 
 @helper

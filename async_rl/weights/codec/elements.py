@@ -26,7 +26,7 @@ from async_rl.weights.codec.jit import (
     uint64,
 )
 
-__all__ = ["apply", "digest", "find", "measure", "merge", "ordered"]
+__all__ = ["apply", "apply_all", "differences", "digest", "find", "measure", "merge", "ordered"]
 
 
 @helper
@@ -85,6 +85,25 @@ def measure(base: np.ndarray, new: np.ndarray, place: int, positions: np.ndarray
         steps[j] = ordered(after) - ordered(before)
         total += _hash(place + i, after) - _hash(place + i, before)
     return total
+
+
+@kernel(I64, U16, U16, U32_OUT)
+def differences(base: np.ndarray, new: np.ndarray, numbers: np.ndarray) -> int:
+    """The step of every element, as a number: 0, 1, 2, 3, … for 0, -1, 1, -2, …"""
+    for i in range(len(base)):
+        step = ordered(int64(new[i])) - ordered(int64(base[i]))
+        numbers[i] = ((step << 1) ^ -((step >> 15) & 1)) & 0xFFFF
+    return 0
+
+
+@kernel(I64, U16_OUT, U32)
+def apply_all(values: np.ndarray, numbers: np.ndarray) -> int:
+    """The inverse, in place. Numbers are below 2^16."""
+    for i in range(len(values)):
+        number = int64(numbers[i])
+        step = (number >> 1) ^ -(number & 1)
+        values[i] = ordered((ordered(int64(values[i])) + step) & 0xFFFF)
+    return 0
 
 
 @kernel(U64, U16_OUT, U32, I16, I64)

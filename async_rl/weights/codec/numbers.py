@@ -1,6 +1,11 @@
 """Sequences of numbers below 2^32 -> bytes near their entropy, and back.
 
-bits of a header: four states? a table for each sequence | states | words, sequence by sequence | open bits, likewise
+    header, in bits: four states? a table for each sequence
+    states | words, sequence by sequence | open bits, likewise
+    of sequences in byte planes: varint bytes, zstd-1 of the two planes
+
+Planes are for large numbers that repeat, of which symbols tell only the size: NaNs' payloads, weights that had been
+quantised.
 """
 
 from __future__ import annotations
@@ -8,14 +13,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import zstandard
 
 from async_rl.weights.codec.rans import BAD, LOW, SYMBOLS, fold, get_symbols, put_symbols, unfold
-from async_rl.weights.codec.tables import TABLE_BITS, get_tables, put_table
+from async_rl.weights.codec.tables import IN_PLANES, TABLE_BITS, get_tables, put_planes, put_table
 
 __all__ = ["get_varint", "pack", "put_varint", "unpack"]
 
 IN_TURNS = 2048
 """Symbols from which four states are worth their 8 bytes."""
+
+PLANES_FROM = 64
+"""Bytes of open bits, beyond two bits a number, from which planes are tried."""
+
+PLANES_GAIN = 1.005
+"""Planes may be so much longer: noise stays as it is under zstd, and is copied back."""
 
 
 def pack(sequences: Sequence[tuple[np.ndarray, int]]) -> bytes:
@@ -30,11 +42,19 @@ def pack(sequences: Sequence[tuple[np.ndarray, int]]) -> bytes:
     low = np.empty(4 * total + len(sequences) + 16, np.uint8)
     low_end = 0
     coded = []
+    planes: list[bytes] = []
     for values, span in sequences:
         if len(values):
             symbols, frequencies = np.empty(len(values), np.uint8), np.empty(SYMBOLS, np.int64)
             counts = np.zeros(SYMBOLS, np.int64)
-            low_end = fold(values, symbols, counts, low, low_end)
+            before, low_end = low_end, fold(values, symbols, counts, low, low_end)
+            if span == 0 and low_end - before > PLANES_FROM + len(values) // 4:
+                shorter = _planes(values, counts, low_end - before)
+                if shorter:
+                    low_end = before
+                    header_end = put_planes(header, header_end)
+                    planes += [put_varint(len(shorter)), shorter]
+                    continue
             header_end = put_table(counts, span, frequencies, header, header_end)
             coded.append((symbols, frequencies))
     words = np.empty(total + 8, "<u2")
@@ -43,8 +63,38 @@ def pack(sequences: Sequence[tuple[np.ndarray, int]]) -> bytes:
         at = put_symbols(symbols, frequencies, states, words, at)
     head = np.packbits(header[:header_end], bitorder="little")
     return b"".join(
-        (head.data, states.astype("<u4").data, words[at + 1 : last + 1].data, low[:low_end].data)
+        (head.data, states.astype("<u4").data, words[at + 1 : last + 1].data, low[:low_end].data, *planes)
     )
+
+
+def _planes(values: np.ndarray, counts: np.ndarray, low_bytes: int) -> bytes | None:
+    """If they are below 2^16, and shorter so."""
+    if values.max() > 0xFFFF:
+        return None
+    both = values.astype("<u2").view(np.uint8).reshape(-1, 2).T.tobytes()
+    data = zstandard.ZstdCompressor(level=1).compress(both)
+    used = counts[counts > 0]
+    entropy = float(np.sum(used * np.log2(len(values) / used))) / 8
+    return data if len(data) <= PLANES_GAIN * (low_bytes + entropy) else None
+
+
+def _from_planes(data: np.ndarray, at: int, values: np.ndarray) -> int:
+    """The byte after, or BAD."""
+    size, at = get_varint(data, at)
+    end = at + size
+    if size < 0 or end > len(data):
+        return BAD
+    try:
+        frame = data[at:end].tobytes()
+        if zstandard.frame_content_size(frame) != 2 * len(values):  # before anything is allocated
+            return BAD
+        both = zstandard.ZstdDecompressor().decompress(frame, max_output_size=2 * len(values))
+    except zstandard.ZstdError:
+        return BAD
+    if len(both) != 2 * len(values):
+        return BAD
+    values[:] = np.frombuffer(both, np.uint8).reshape(2, -1).T.copy().view("<u2")[:, 0]
+    return end
 
 
 def unpack(data: np.ndarray, at: int, wanted: Sequence[tuple[int, int]]) -> list[np.ndarray] | None:
@@ -69,10 +119,13 @@ def unpack(data: np.ndarray, at: int, wanted: Sequence[tuple[int, int]]) -> list
     at += 4 * len(states)
     if states.min() < LOW:
         return None
-    coded = []
+    coded: list[np.ndarray | None] = []
     for index, values in enumerate(found):
         symbols = np.empty(len(values), np.uint8)
         if len(values):
+            if frequencies[index * SYMBOLS] == IN_PLANES:
+                coded.append(None)
+                continue
             table = frequencies[index * SYMBOLS : (index + 1) * SYMBOLS]
             at = get_symbols(symbols, table, states, data, at)
             if at == BAD:
@@ -80,10 +133,16 @@ def unpack(data: np.ndarray, at: int, wanted: Sequence[tuple[int, int]]) -> list
         coded.append(symbols)
     if (states != LOW).any():
         return None
-    for symbols, values in zip(coded, found, strict=True):
-        at = unfold(symbols, data, at, values)
-        if at == BAD:
-            return None
+    for told, values in zip(coded, found, strict=True):
+        if told is not None:
+            at = unfold(told, data, at, values)
+            if at == BAD:
+                return None
+    for told, values in zip(coded, found, strict=True):
+        if told is None:
+            at = _from_planes(data, at, values)
+            if at == BAD:
+                return None
     return found if at == len(data) else None
 
 

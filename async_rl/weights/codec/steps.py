@@ -11,11 +11,20 @@ from __future__ import annotations
 
 import numpy as np
 
-from async_rl.weights.codec.jit import I16, I16_OUT, I64, U32, U32_OUT, helper, int64, kernel
+from async_rl.weights.codec.jit import I16, I16_OUT, I64, U32, U32_OUT, helper, int64, kernel, uint64
 from async_rl.weights.codec.numbers import get_varint, pack, put_varint, unpack
 from async_rl.weights.codec.rans import BAD
 
-__all__ = ["decode_dense", "decode_steps", "encode_dense", "encode_steps", "number_step", "step_number"]
+__all__ = [
+    "decode_dense",
+    "decode_steps",
+    "dense_numbers",
+    "dense_steps",
+    "encode_dense",
+    "encode_steps",
+    "number_step",
+    "step_number",
+]
 
 Steps = tuple[np.ndarray, np.ndarray]
 
@@ -38,22 +47,29 @@ def decode_steps(data: np.ndarray, count: int) -> Steps | None:
     return (found[0], steps) if _from_numbers(found[0], found[1], count, steps) != BAD else None
 
 
-def encode_dense(positions: np.ndarray, steps: np.ndarray, count: int) -> bytes:
+def encode_dense(numbers: np.ndarray, changes: int) -> bytes:
+    """`numbers`: of every element, uint32, as elements.differences gives them."""
+    return put_varint(changes) + pack([(numbers, 0)])
+
+
+def decode_dense(data: np.ndarray, count: int) -> tuple[np.ndarray, int] | None:
+    """Numbers below 2^16, and how many of them are not 0; None for bytes that nobody wrote."""
+    changes, at = get_varint(data, 0)
+    found = unpack(data, at, [(count, 0)])
+    if found is None or count == 0 or found[0].max() > 0xFFFF or np.count_nonzero(found[0]) != changes:
+        return None
+    return found[0], changes
+
+
+def dense_numbers(positions: np.ndarray, steps: np.ndarray, count: int) -> np.ndarray:
     numbers = np.zeros(count, np.uint32)
     _scatter(positions, steps, numbers)
-    return put_varint(len(positions)) + pack([(numbers, 0)])
+    return numbers
 
 
-def decode_dense(data: np.ndarray, count: int) -> Steps | None:
-    changes, at = get_varint(data, 0)
-    if not 0 <= changes <= count:
-        return None
-    found = unpack(data, at, [(count, 0)])
-    if found is None:
-        return None
+def dense_steps(numbers: np.ndarray, changes: int) -> Steps:
     positions, steps = np.empty(changes + 1, np.uint32), np.empty(changes + 1, np.int16)
-    if _gather(found[0], positions, steps) != changes:
-        return None
+    _gather(numbers, positions, steps)
     return positions[:changes], steps[:changes]
 
 
@@ -101,13 +117,11 @@ def _scatter(positions: np.ndarray, steps: np.ndarray, numbers: np.ndarray) -> i
 
 @kernel(I64, U32, U32_OUT, I16_OUT)
 def _gather(numbers: np.ndarray, positions: np.ndarray, steps: np.ndarray) -> int:
-    """The number of changes, BAD if there are more than the outputs hold less one."""
+    """The outputs hold one more than there are changes."""
     found = 0
     for i in range(len(numbers)):
         number = int64(numbers[i])
-        if found == len(positions) or number > 0xFFFF:
-            return BAD
-        positions[found] = i  # overwritten unless something changed: the outputs hold one more
-        steps[found] = number_step(number)
+        positions[uint64(found)] = i  # overwritten unless something changed
+        steps[uint64(found)] = number_step(number)
         found += int64(number != 0)
     return found

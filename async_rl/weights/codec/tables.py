@@ -7,7 +7,7 @@ the frequencies from what is written, with integers only: they must get the same
     2 bits kind | explicit: 7 bits symbols - 1, 2 bits of Rice's parameter, the codes
                 | geometric: 8 bits                             (gaps among independent changes)
                 | falling: 4 bits ratio, 7 bits last symbol
-                | single: 7 bits symbol
+                | single: 7 bits symbol; 127: no symbols, the sequence stands in byte planes
 
 Bits stand one to a byte here, of an array of zeros; numbers.py packs them.
 """
@@ -22,10 +22,13 @@ import numpy as np
 from async_rl.weights.codec.jit import I64, I64_IN, I64_OUT, U8, U8_OUT, helper, int64, kernel, uint64
 from async_rl.weights.codec.rans import BAD, SYMBOLS, TOTAL, TOTAL_BITS, low_bits_of, lowest_of, symbol_of
 
-__all__ = ["TABLE_BITS", "get_tables", "put_table"]
+__all__ = ["IN_PLANES", "TABLE_BITS", "get_tables", "put_planes", "put_table"]
 
 TABLE_BITS = 2048
 """More than one takes: 128 levels, at most 11 + 1 + 3 bits each."""
+
+IN_PLANES = -1
+"""As first frequency: there is no table."""
 
 _EXPLICIT, _GEOMETRIC, _FALLING, _SINGLE = 0, 1, 2, 3
 _LEVELS = 45  # symbol_of(TOTAL) + 1
@@ -151,6 +154,13 @@ def _put_levels(levels: np.ndarray, size: int, bits: np.ndarray, at: int) -> int
     return at
 
 
+def put_planes(bits: np.ndarray, at: int) -> int:
+    """Instead of a table."""
+    kind = _SINGLE | ((SYMBOLS - 1) << 2)
+    bits[at : at + 9] = [(kind >> bit) & 1 for bit in range(9)]
+    return at + 9
+
+
 @kernel(I64, I64_IN, I64, I64_OUT, U8_OUT, I64)
 def put_table(counts: np.ndarray, span: int, frequencies: np.ndarray, bits: np.ndarray, at: int) -> int:
     """Chooses the frequencies, [SYMBOLS], for such counts, [SYMBOLS], not all 0, and writes them at bit `at`; the bit
@@ -215,7 +225,10 @@ def get_tables(bits: np.ndarray, lengths: np.ndarray, spans: np.ndarray, frequen
         kind = _get(bits, at, 2)
         at += 2
         if kind == _SINGLE:
-            mine[_get(bits, at, 7)] = TOTAL
+            symbol = _get(bits, at, 7)
+            mine[symbol] = TOTAL
+            if symbol == SYMBOLS - 1:
+                mine[0], mine[symbol] = IN_PLANES, 0
             at += 7
         elif kind == _GEOMETRIC:
             code = _get(bits, at, 8)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from async_rl.errors import Corrupt
-from async_rl.weights.codec.digest import MASK
+from async_rl.weights.codec.digest import MASK, digest_of
 
 __all__ = [
     "TILE",
@@ -33,6 +33,13 @@ TILE = 1 << 20
 SMALL_FROM = 64
 """Changes in a tile. With fewer, telling the exponents' probabilities costs more than it saves."""
 
+SMALL_GAIN = 0.97
+"""The small mode is tried where its entropy is below this part of that without context: it takes twice the time."""
+
+CLUSTERED = 0.95
+"""Where the small mode needs less than this part of its entropy, changes are in clusters, and telling those without
+context may be shorter still."""
+
 Steps = tuple[np.ndarray, np.ndarray]
 """Positions uint32 [k], ascending, and steps int16 [k], none of them 0."""
 
@@ -42,7 +49,7 @@ class Mode(IntEnum):
 
     STEPS = 1  # gaps and steps
     SMALL = 2  # gaps and steps with contexts from the base's exponents: can't be read without the base
-    DENSE = 3  # a step for every element, as byte planes
+    DENSE = 3  # a step for every element
 
 
 class CodedTile(NamedTuple):
@@ -65,29 +72,44 @@ def _scratch(count: int) -> np.ndarray:
 
 def encode_tile(base: np.ndarray, new: np.ndarray, place: int, *, small: bool = False) -> CodedTile | None:
     """The smallest coding of base -> new; None if nothing changed. `place`: of the first element, see digest.py.
-    With `small` also the codings that need the base to be read are tried."""
-    from async_rl.weights.codec import elements
+    With `small` also the coding that needs the base to be read is tried, where it promises to be smaller."""
+    from async_rl.weights.codec import contexts, elements
+    from async_rl.weights.codec import steps as kernels
 
     found = _scratch(len(base))
     positions = found[: elements.find(base, new, found)]
-    if not len(positions):
+    changed = len(positions)
+    if not changed:
         return None
-    steps = np.empty(len(positions), np.int16)
+    if _is_dense(changed, len(base)) and not small:
+        numbers = np.empty(len(base), np.uint32)
+        elements.differences(base, new, numbers)
+        moved = (digest_of(new, place) - digest_of(base, place)) & MASK
+        return CodedTile(Mode.DENSE, kernels.encode_dense(numbers, changed), changed, moved)
+    steps = np.empty(changed, np.int16)
     moved = int(elements.measure(base, new, place, positions, steps))
-    mode, data = encode_steps(positions, steps, len(base))
-    if small and len(positions) >= SMALL_FROM:
-        from async_rl.weights.codec import contexts
-
-        smaller = contexts.encode_small(base, new, positions, steps)
-        if len(smaller) < len(data):
-            mode, data = Mode.SMALL, smaller
-    return CodedTile(mode, data, len(positions), moved)
+    data = None
+    if small and changed >= SMALL_FROM:
+        plan = contexts.plan_small(base, positions, steps)
+        if plan.bits < SMALL_GAIN * plan.bits_without:
+            data = contexts.encode_small(base, new, positions, steps, plan)
+            if 8 * len(data) > CLUSTERED * plan.bits:
+                return CodedTile(Mode.SMALL, data, changed, moved)
+    mode, plain = encode_steps(positions, steps, len(base))
+    if data is not None and len(data) < len(plain):
+        mode, plain = Mode.SMALL, data
+    return CodedTile(mode, plain, changed, moved)
 
 
 def apply_tile(mode: int, data: bytes | memoryview, values: np.ndarray, place: int) -> tuple[int, int]:
     """Change `values` in place; (changed, moved) as found. Raises Corrupt, with `values` as they were."""
     from async_rl.weights.codec import contexts, elements
 
+    if mode == Mode.DENSE:
+        numbers, changed = _dense(data, len(values))
+        before = digest_of(values, place)
+        elements.apply_all(values, numbers)
+        return changed, (digest_of(values, place) - before) & MASK
     found: list[Steps] | None
     if mode == Mode.SMALL:
         found = contexts.decode_small(np.frombuffer(data, np.uint8), values)
@@ -105,12 +127,22 @@ def tile_steps(mode: int, data: bytes | memoryview, count: int) -> Steps:
 
     if mode == Mode.SMALL:
         raise ValueError("a small tile can't be read without its base")
-    if mode not in (Mode.STEPS, Mode.DENSE):
+    if mode == Mode.DENSE:
+        return kernels.dense_steps(*_dense(data, count))
+    if mode != Mode.STEPS:
         raise Corrupt(f"a coded tile has the unknown mode {mode}")
-    decode = kernels.decode_dense if mode == Mode.DENSE else kernels.decode_steps
-    found = decode(np.frombuffer(data, np.uint8), count)
+    found = kernels.decode_steps(np.frombuffer(data, np.uint8), count)
     if found is None:
         raise Corrupt(f"a coded tile of mode {mode}, {len(data)} bytes, contradicts itself")
+    return found
+
+
+def _dense(data: bytes | memoryview, count: int) -> tuple[np.ndarray, int]:
+    from async_rl.weights.codec import steps as kernels
+
+    found = kernels.decode_dense(np.frombuffer(data, np.uint8), count)
+    if found is None:
+        raise Corrupt(f"a coded tile of mode {Mode.DENSE:d}, {len(data)} bytes, contradicts itself")
     return found
 
 
@@ -118,9 +150,15 @@ def encode_steps(positions: np.ndarray, steps: np.ndarray, count: int) -> tuple[
     """The smallest coding that can be read without the base. Positions ascend below `count`."""
     from async_rl.weights.codec import steps as kernels
 
-    if 2 * len(positions) > count:
-        return Mode.DENSE, kernels.encode_dense(positions, steps, count)
+    if _is_dense(len(positions), count):
+        numbers = kernels.dense_numbers(positions, steps, count)
+        return Mode.DENSE, kernels.encode_dense(numbers, len(positions))
     return Mode.STEPS, kernels.encode_steps(positions, steps, count)
+
+
+def _is_dense(changed: int, count: int) -> bool:
+    """Whether a step for every element takes less time than gaps and steps; in bytes there is little between them."""
+    return 2 * changed > count
 
 
 def add_steps(first: Steps, second: Steps) -> Steps:
