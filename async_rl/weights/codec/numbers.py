@@ -1,11 +1,12 @@
 """Sequences of numbers below 2^32 -> bytes near their entropy, and back.
 
-    header, in bits: four states? a table for each sequence
+    header, in bits: four states? a form and a table for each sequence
     states | words, sequence by sequence | open bits, likewise
     of sequences in byte planes: varint bytes, zstd-1 of the two planes
+    of sequences in a list: varint different numbers, the differences between them, ascending, as varints
 
-Planes are for large numbers that repeat, of which symbols tell only the size: NaNs' payloads, weights that had been
-quantised.
+A list is for few different numbers, too large for symbols to tell them apart: NaNs' payloads, weights that had been
+quantised. Planes are for noise, which zstd leaves as it is.
 """
 
 from __future__ import annotations
@@ -16,18 +17,26 @@ import numpy as np
 import zstandard
 
 from async_rl.weights.codec.rans import BAD, LOW, SYMBOLS, fold, get_symbols, put_symbols, unfold
-from async_rl.weights.codec.tables import IN_PLANES, TABLE_BITS, get_tables, put_planes, put_table
+from async_rl.weights.codec.tables import (
+    AS_SYMBOLS,
+    IN_LIST,
+    IN_PLANES,
+    TABLE_BITS,
+    get_tables,
+    put_form,
+    put_table,
+)
 
 __all__ = ["get_varint", "pack", "put_varint", "unpack"]
 
 IN_TURNS = 2048
 """Symbols from which four states are worth their 8 bytes."""
 
-PLANES_FROM = 64
-"""Bytes of open bits, beyond two bits a number, from which planes are tried."""
+OPEN_FROM = 64
+"""Bytes of open bits, beyond two bits a number, from which other forms are tried."""
 
 PLANES_GAIN = 1.005
-"""Planes may be so much longer: noise stays as it is under zstd, and is copied back."""
+"""Planes may be a little longer: they are read five times as fast."""
 
 
 def pack(sequences: Sequence[tuple[np.ndarray, int]]) -> bytes:
@@ -42,18 +51,19 @@ def pack(sequences: Sequence[tuple[np.ndarray, int]]) -> bytes:
     low = np.empty(4 * total + len(sequences) + 16, np.uint8)
     low_end = 0
     coded = []
-    planes: list[bytes] = []
+    others: list[bytes] = []
     for values, span in sequences:
         if len(values):
             symbols, frequencies = np.empty(len(values), np.uint8), np.empty(SYMBOLS, np.int64)
             counts = np.zeros(SYMBOLS, np.int64)
             before, low_end = low_end, fold(values, symbols, counts, low, low_end)
-            if span == 0 and low_end - before > PLANES_FROM + len(values) // 4:
-                shorter = _planes(values, counts, low_end - before)
-                if shorter:
+            if span == 0 and low_end - before > OPEN_FROM + len(values) // 4:
+                form, symbols, counts, data = _in_another_form(values, symbols, counts, low_end - before)
+                if form != AS_SYMBOLS:
+                    header_end = put_form(form, header, header_end)
                     low_end = before
-                    header_end = put_planes(header, header_end)
-                    planes += [put_varint(len(shorter)), shorter]
+                    others.append(data)
+                if form == IN_PLANES:
                     continue
             header_end = put_table(counts, span, frequencies, header, header_end)
             coded.append((symbols, frequencies))
@@ -63,19 +73,54 @@ def pack(sequences: Sequence[tuple[np.ndarray, int]]) -> bytes:
         at = put_symbols(symbols, frequencies, states, words, at)
     head = np.packbits(header[:header_end], bitorder="little")
     return b"".join(
-        (head.data, states.astype("<u4").data, words[at + 1 : last + 1].data, low[:low_end].data, *planes)
+        (head.data, states.astype("<u4").data, words[at + 1 : last + 1].data, low[:low_end].data, *others)
     )
 
 
-def _planes(values: np.ndarray, counts: np.ndarray, low_bytes: int) -> bytes | None:
-    """If they are below 2^16, and shorter so."""
+def _in_another_form(
+    values: np.ndarray, symbols: np.ndarray, counts: np.ndarray, open_bytes: int
+) -> tuple[int, np.ndarray, np.ndarray, bytes]:
+    """(form, symbols, their counts, what follows); AS_SYMBOLS if no other form is shorter."""
     if values.max() > 0xFFFF:
-        return None
+        return AS_SYMBOLS, symbols, counts, b""
+    bytes_now = open_bytes + _entropy_bytes(counts)
+    times = np.bincount(values)
+    different = np.flatnonzero(times)
+    if len(different) <= IN_LIST:
+        listed = np.zeros(SYMBOLS, np.int64)
+        listed[: len(different)] = times[different]
+        if _entropy_bytes(listed) + 4 * len(different) < bytes_now:
+            places = np.zeros(len(times), np.uint8)
+            places[different] = np.arange(len(different))
+            ascending = b"".join(map(put_varint, np.diff(different, prepend=0).tolist()))
+            return IN_LIST, places[values], listed, put_varint(len(different)) + ascending
     both = values.astype("<u2").view(np.uint8).reshape(-1, 2).T.tobytes()
-    data = zstandard.ZstdCompressor(level=1).compress(both)
+    planes = zstandard.ZstdCompressor(level=1).compress(both)
+    if len(planes) <= PLANES_GAIN * bytes_now:
+        return IN_PLANES, symbols, counts, put_varint(len(planes)) + planes
+    return AS_SYMBOLS, symbols, counts, b""
+
+
+def _entropy_bytes(counts: np.ndarray) -> float:
     used = counts[counts > 0]
-    entropy = float(np.sum(used * np.log2(len(values) / used))) / 8
-    return data if len(data) <= PLANES_GAIN * (low_bytes + entropy) else None
+    return float(np.sum(used * np.log2(used.sum() / used))) / 8
+
+
+def _from_list(data: np.ndarray, at: int, symbols: np.ndarray, values: np.ndarray) -> int:
+    """The byte after, or BAD."""
+    size, at = get_varint(data, at)
+    numbers = []
+    number = 0
+    for _ in range(min(size, IN_LIST)):
+        difference, at = get_varint(data, at)
+        number += difference
+        if difference < 0 or number > 0xFFFF:
+            return BAD
+        numbers.append(number)
+    if not numbers or symbols.max() >= len(numbers):
+        return BAD
+    values[:] = np.array(numbers, np.uint32)[symbols]
+    return at
 
 
 def _from_planes(data: np.ndarray, at: int, values: np.ndarray) -> int:
@@ -110,7 +155,8 @@ def unpack(data: np.ndarray, at: int, wanted: Sequence[tuple[int, int]]) -> list
     header = np.unpackbits(data[at : at + (most >> 3) + 1], bitorder="little")
     bits[: len(header)] = header
     frequencies = np.empty(len(wanted) * SYMBOLS, np.int64)
-    used = get_tables(bits[1:], lengths, spans, frequencies)
+    forms = np.empty(len(wanted), np.int64)
+    used = get_tables(bits[1:], lengths, spans, frequencies, forms)
     states = np.empty(4 if bits[0] else 1, np.int64)
     at += (used + 8) >> 3
     if used == BAD or at + 4 * len(states) > len(data):
@@ -119,13 +165,10 @@ def unpack(data: np.ndarray, at: int, wanted: Sequence[tuple[int, int]]) -> list
     at += 4 * len(states)
     if states.min() < LOW:
         return None
-    coded: list[np.ndarray | None] = []
+    coded = []
     for index, values in enumerate(found):
         symbols = np.empty(len(values), np.uint8)
-        if len(values):
-            if frequencies[index * SYMBOLS] == IN_PLANES:
-                coded.append(None)
-                continue
+        if len(values) and forms[index] != IN_PLANES:
             table = frequencies[index * SYMBOLS : (index + 1) * SYMBOLS]
             at = get_symbols(symbols, table, states, data, at)
             if at == BAD:
@@ -133,14 +176,18 @@ def unpack(data: np.ndarray, at: int, wanted: Sequence[tuple[int, int]]) -> list
         coded.append(symbols)
     if (states != LOW).any():
         return None
-    for told, values in zip(coded, found, strict=True):
-        if told is not None:
-            at = unfold(told, data, at, values)
+    for symbols, values, form in zip(coded, found, forms, strict=True):
+        if len(values) and form == AS_SYMBOLS:
+            at = unfold(symbols, data, at, values)
             if at == BAD:
                 return None
-    for told, values in zip(coded, found, strict=True):
-        if told is None:
-            at = _from_planes(data, at, values)
+    for symbols, values, form in zip(coded, found, forms, strict=True):
+        if len(values) and form != AS_SYMBOLS:
+            at = (
+                _from_planes(data, at, values)
+                if form == IN_PLANES
+                else _from_list(data, at, symbols, values)
+            )
             if at == BAD:
                 return None
     return found if at == len(data) else None

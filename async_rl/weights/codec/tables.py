@@ -7,7 +7,8 @@ the frequencies from what is written, with integers only: they must get the same
     2 bits kind | explicit: 7 bits symbols - 1, 2 bits of Rice's parameter, the codes
                 | geometric: 8 bits                             (gaps among independent changes)
                 | falling: 4 bits ratio, 7 bits last symbol
-                | single: 7 bits symbol; 127: no symbols, the sequence stands in byte planes
+                | single: 7 bits symbol; 127: no symbols, the sequence stands in byte planes; 126: a table of another
+                  kind follows, its symbols are places in a list
 
 Bits stand one to a byte here, of an array of zeros; numbers.py packs them.
 """
@@ -22,13 +23,13 @@ import numpy as np
 from async_rl.weights.codec.jit import I64, I64_IN, I64_OUT, U8, U8_OUT, helper, int64, kernel, uint64
 from async_rl.weights.codec.rans import BAD, SYMBOLS, TOTAL, TOTAL_BITS, low_bits_of, lowest_of, symbol_of
 
-__all__ = ["IN_PLANES", "TABLE_BITS", "get_tables", "put_planes", "put_table"]
+__all__ = ["AS_SYMBOLS", "IN_LIST", "IN_PLANES", "TABLE_BITS", "get_tables", "put_form", "put_table"]
 
 TABLE_BITS = 2048
 """More than one takes: 128 levels, at most 11 + 1 + 3 bits each."""
 
-IN_PLANES = -1
-"""As first frequency: there is no table."""
+AS_SYMBOLS, IN_LIST, IN_PLANES = 0, SYMBOLS - 2, SYMBOLS - 1
+"""What a sequence stands as; the latter two instead of symbols that no number has."""
 
 _EXPLICIT, _GEOMETRIC, _FALLING, _SINGLE = 0, 1, 2, 3
 _LEVELS = 45  # symbol_of(TOTAL) + 1
@@ -154,9 +155,9 @@ def _put_levels(levels: np.ndarray, size: int, bits: np.ndarray, at: int) -> int
     return at
 
 
-def put_planes(bits: np.ndarray, at: int) -> int:
-    """Instead of a table."""
-    kind = _SINGLE | ((SYMBOLS - 1) << 2)
+def put_form(form: int, bits: np.ndarray, at: int) -> int:
+    """IN_PLANES, instead of a table; IN_LIST, before one."""
+    kind = _SINGLE | (form << 2)
     bits[at : at + 9] = [(kind >> bit) & 1 for bit in range(9)]
     return at + 9
 
@@ -211,10 +212,12 @@ def put_table(counts: np.ndarray, span: int, frequencies: np.ndarray, bits: np.n
     return _put(best, 13, bits, at)
 
 
-@kernel(I64, U8, I64_IN, I64_IN, I64_OUT)
-def get_tables(bits: np.ndarray, lengths: np.ndarray, spans: np.ndarray, frequencies: np.ndarray) -> int:
-    """The tables of all sequences that are not empty, [sequences * SYMBOLS], from `bits`, which hold TABLE_BITS for
-    each. How many bits they took, or BAD."""
+@kernel(I64, U8, I64_IN, I64_IN, I64_OUT, I64_OUT)
+def get_tables(
+    bits: np.ndarray, lengths: np.ndarray, spans: np.ndarray, frequencies: np.ndarray, forms: np.ndarray
+) -> int:
+    """The tables, [sequences * SYMBOLS], and forms of all sequences that are not empty, from `bits`, which hold
+    TABLE_BITS for each. How many bits they took, or BAD."""
     at = 0
     for index in range(len(lengths)):
         mine = frequencies[index * SYMBOLS : (index + 1) * SYMBOLS]
@@ -222,13 +225,17 @@ def get_tables(bits: np.ndarray, lengths: np.ndarray, spans: np.ndarray, frequen
             mine[symbol] = 0
         if lengths[index] == 0:
             continue
+        forms[index] = AS_SYMBOLS
         kind = _get(bits, at, 2)
+        if kind == _SINGLE and _get(bits, at + 2, 7) >= IN_LIST:
+            forms[index] = _get(bits, at + 2, 7)
+            at += 9
+            if forms[index] == IN_PLANES:
+                continue
+            kind = _get(bits, at, 2)
         at += 2
         if kind == _SINGLE:
-            symbol = _get(bits, at, 7)
-            mine[symbol] = TOTAL
-            if symbol == SYMBOLS - 1:
-                mine[0], mine[symbol] = IN_PLANES, 0
+            mine[_get(bits, at, 7)] = TOTAL
             at += 7
         elif kind == _GEOMETRIC:
             code = _get(bits, at, 8)
