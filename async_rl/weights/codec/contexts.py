@@ -114,7 +114,7 @@ def plan_small(base: np.ndarray, positions: np.ndarray, steps: np.ndarray) -> Sm
     elements, changes = np.zeros(EXPONENTS, np.int64), np.zeros(EXPONENTS, np.int64)
     numbers = np.zeros(EXPONENTS * SYMBOLS, np.int64)
     _count(base, positions, steps, elements, changes, numbers)
-    limit = _hot_limit(elements, changes)
+    limit = _hot_limit(elements, changes)  # the exponents below it are hot
     top = min(limit + WEIGHTS - 2, EXPONENTS - 1)  # the last with a level of its own
     for counts in (elements, changes):
         counts[top] = counts[top:].sum()
@@ -132,8 +132,7 @@ def encode_small(
 ) -> bytes:
     changes, levels, model = plan[:3]
     limit = model.limit
-    hot, hot_groups = _find_hot(base, model)
-    sizes = np.bincount(hot_groups, minlength=model.group_count)
+    hot, hot_groups, sizes = _find_hot(base, model)
     sizes[0] = changes[limit:].sum()
     starts = np.cumsum(sizes) - sizes
     told = np.empty(int(sizes.sum()), np.uint32)
@@ -170,67 +169,104 @@ def decode_small(data: np.ndarray, base: np.ndarray) -> list[Steps] | None:
         return None
     if first + span >= EXPONENTS or steps_at > len(data):
         return None
-    plan = unpack(data[:words_at], at, [(span + 1, 0), (made, 0)])
+    plan = unpack(data[:words_at], at, [span + 1, made], [0, 0])
     if plan is None:
         return None
-    shown = plan[0].astype(np.int64)
     levels = np.zeros(EXPONENTS, np.int64)
-    levels[first : first + span + 1] = np.cumsum((shown >> 1) ^ -(shown & 1))
-    if levels.min() < 0 or levels.max() > _LEVEL_TOP:
+    if _get_levels(plan[: span + 1], first, levels) == BAD:
         return None
     model = _model_of(levels, limit)
-    if model.group_count > _GROUPS + 1:
-        return None
     words = np.frombuffer(data[words_at:steps_at].tobytes(), "<u4")
     cold = np.empty(min(made, len(base)), np.uint32)
-    found = _walk(base, *model[:4], plan[1], words, cold)
+    found = _walk(base, *model[:4], plan[span + 1 :], words, cold)
     if found == BAD:
         return None
-    hot, hot_groups = _find_hot(base, model)
-    sizes = np.bincount(hot_groups, minlength=model.group_count)
+    hot, hot_groups, sizes = _find_hot(base, model)
     sizes[0] = found
-    told = unpack(data, steps_at, [(int(size), 0) for size in sizes])
+    lengths = sizes[: model.group_count].tolist()
+    told = unpack(data, steps_at, lengths, [0] * len(lengths))
     if told is None:
         return None
     cold_steps = np.empty(found, np.int16)
     hot_positions, hot_steps = np.empty(len(hot) + 1, np.uint32), np.empty(len(hot) + 1, np.int16)
-    starts = np.cumsum(sizes[1:]) - sizes[1:]
-    kept = _deal_hot(
-        hot, hot_groups, np.concatenate(told[1:] or [cold[:0]]), starts, hot_positions, hot_steps
-    )
-    if kept == BAD or _deal(told[0], cold_steps) == BAD or kept + found != changes:
+    kept = _deal_hot(hot, hot_groups, told, np.cumsum(sizes) - sizes, hot_positions, hot_steps)
+    if kept == BAD or _deal(told[:found], cold_steps) == BAD or kept + found != changes:
         return None
     return [(cold[:found], cold_steps), (hot_positions[:kept], hot_steps[:kept])]
 
 
-def _hot_limit(elements: np.ndarray, changes: np.ndarray) -> int:
-    hot = np.where(changes >= HOT_FROM * elements, changes, 0)
-    above = hot[::-1].cumsum()[::-1]  # of this exponent and all higher ones
-    return int(np.count_nonzero(above > STRAY * changes.sum()))
-
-
 def _model_of(levels: np.ndarray, limit: int) -> _Model:
-    bits = np.maximum((levels >> 2) - 1, 0)
-    weights = ((levels - (bits << 2)) << bits) + ((1 << bits) >> 1)  # the middle of what has this symbol
-    weights[:limit] = 0
-    weights[limit + WEIGHTS - 1 :] = weights[min(limit + WEIGHTS - 2, EXPONENTS - 1)]
-    sixteen = np.zeros(WEIGHTS, np.int64)
-    shown = weights[limit : limit + WEIGHTS - 1]
-    sixteen[1 : len(shown) + 1] = shown
-    groups = np.maximum(np.cumsum(levels > 0), 1)
-    groups[limit:] = 0
-    low, high = (sixteen & 0xFF).astype(np.uint8), (sixteen >> 8).astype(np.uint8)
-    return _Model(limit, weights, low, high, groups.astype(np.uint8), int(groups.max()) + 1)
+    weights, groups = np.empty(EXPONENTS, np.int64), np.empty(EXPONENTS, np.uint8)
+    low, high = np.zeros(WEIGHTS, np.uint8), np.zeros(WEIGHTS, np.uint8)
+    count = _fill_model(levels, limit, weights, low, high, groups)
+    return _Model(limit, weights, low, high, groups, count)
 
 
-def _find_hot(base: np.ndarray, model: _Model) -> tuple[np.ndarray, np.ndarray]:
-    """Positions uint32 and groups uint8 of the hot elements."""
+def _find_hot(base: np.ndarray, model: _Model) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Positions uint32 and groups uint8 of the hot elements, and how many are in each group, int64 [_GROUPS + 1]."""
     hot, groups = np.empty(len(base), np.uint32), np.empty(len(base), np.uint8)
-    found = _hot(base, model.limit, model.groups, hot, groups) if model.limit else 0
-    return hot[:found], groups[:found]
+    sizes = np.zeros(_GROUPS + 1, np.int64)
+    found = _hot(base, model.limit, model.groups, hot, groups, sizes) if model.limit else 0
+    return hot[:found], groups[:found], sizes
 
 
 # ---------------------------------------------------------------- kernels
+
+
+@kernel(I64, U32, I64, I64_OUT)
+def _get_levels(shown: np.ndarray, first: int, levels: np.ndarray) -> int:
+    level = 0
+    for i in range(len(shown)):
+        number = int64(shown[i])
+        level += (number >> 1) ^ -(number & 1)
+        if level < 0 or level > _LEVEL_TOP:
+            return BAD
+        levels[first + i] = level
+    return 0
+
+
+@kernel(I64, I64_IN, I64, I64_OUT, U8_OUT, U8_OUT, U8_OUT)
+def _fill_model(
+    levels: np.ndarray,
+    limit: int,
+    weights: np.ndarray,
+    low: np.ndarray,
+    high: np.ndarray,
+    groups: np.ndarray,
+) -> int:
+    """A _Model; `low` and `high` are zeros. The number of groups."""
+    group = 0
+    for exponent in range(EXPONENTS):
+        if exponent < limit:
+            # Those before the first level belong to the first group.
+            group = min(max(group + int64(levels[exponent] > 0), 1), _GROUPS)
+            groups[exponent] = group
+            weights[exponent] = 0
+            continue
+        groups[exponent] = 0
+        number = exponent - limit + 1
+        if number >= WEIGHTS:
+            weights[exponent] = weights[exponent - 1]
+            continue
+        level = levels[exponent]
+        weights[exponent] = lowest_of(level) + ((1 << low_bits_of(level)) >> 1)
+        low[number] = weights[exponent] & 0xFF
+        high[number] = weights[exponent] >> 8
+    return group + 1
+
+
+@kernel(I64, I64_IN, I64_IN)
+def _hot_limit(elements: np.ndarray, changes: np.ndarray) -> int:
+    """The exponent from which on all are cold, but for a few changes."""
+    total = above = 0
+    for exponent in range(EXPONENTS):
+        total += changes[exponent]
+    for exponent in range(EXPONENTS - 1, -1, -1):
+        if changes[exponent] and changes[exponent] >= HOT_FROM * elements[exponent]:
+            above += changes[exponent]
+        if above > STRAY * total:
+            return exponent + 1
+    return 0
 
 
 @kernel(I64, U16, U32, I16, I64_OUT, I64_OUT, I64_OUT)
@@ -535,19 +571,23 @@ def _walk(
         low = max(end - weight - border, 0)
         part = min(end - border, 1 << bits) - low
         state = uint64(part) * (state >> uint64(bits)) + uint64(value - low)
-        if state < uint64(1 << 32):
-            if word == len(words):
-                return BAD
-            state = (state << uint64(32)) | uint64(words[uint64(word)])
-            word += 1
+        empty = state < uint64(1 << 32)
+        next_word = uint64(words[uint64(min(word, len(words) - 1))])  # wanted or not, as in rans.py
+        state = (state << uint64(32)) | next_word if empty else state
+        word += int64(empty)
     return found if ahead == 0 and word == len(words) and state == uint64(1 << 32) else BAD
 
 
-@kernel(I64, U16, I64, U8, U32_OUT, U8_OUT)
+@kernel(I64, U16, I64, U8, U32_OUT, U8_OUT, I64_OUT)
 def _hot(
-    base: np.ndarray, limit: int, groups: np.ndarray, positions: np.ndarray, told_by: np.ndarray
+    base: np.ndarray,
+    limit: int,
+    groups: np.ndarray,
+    positions: np.ndarray,
+    told_by: np.ndarray,
+    sizes: np.ndarray,
 ) -> int:
-    """Positions and groups of all elements whose exponent is below the limit; how many."""
+    """Positions and groups of all elements whose exponent is below the limit, counted in `sizes`; how many."""
     found = at = 0
     while at + 64 <= len(base):
         below = below_64(base, at, limit << 7) if limit < EXPONENTS else ~uint64(0)
@@ -564,6 +604,8 @@ def _hot(
             positions[uint64(found)] = i
             told_by[uint64(found)] = groups[exponent]
             found += 1
+    for i in range(found):
+        sizes[told_by[i]] += 1
     return found
 
 
@@ -596,13 +638,13 @@ def _deal_hot(
     positions: np.ndarray,
     steps: np.ndarray,
 ) -> int:
-    """Gives every hot element, of groups 1, 2, …, the next step of its group; those of 0 are left out. The number of
+    """Gives every hot element, the next step of its group; those of 0 are left out. The number of
     changes, or BAD."""
     cursors = starts.copy()
     made = 0
     largest = 0
     for i in range(len(hot)):
-        group = int64(told_by[i]) - 1
+        group = told_by[i]
         cursor = cursors[group]
         cursors[group] = cursor + 1
         number = int64(told[uint64(cursor)])

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 import zstandard
 
+from async_rl.weights.codec.jit import I64, I64_IN, I64_OUT, U8, U8_OUT, U32_OUT, kernel, load_u16
 from async_rl.weights.codec.rans import BAD, LOW, SYMBOLS, fold, get_symbols, put_symbols, unfold
 from async_rl.weights.codec.tables import (
     AS_SYMBOLS,
@@ -106,6 +107,77 @@ def _entropy_bytes(counts: np.ndarray) -> float:
     return float(np.sum(used * np.log2(used.sum() / used))) / 8
 
 
+def unpack(data: np.ndarray, at: int, lengths: Sequence[int], spans: Sequence[int]) -> np.ndarray | None:
+    """The sequences in `data` (uint8) from byte `at` to its end, one after another, given their lengths and spans.
+    None for bytes that nobody wrote."""
+    total = sum(lengths)
+    values, symbols = np.empty(total, np.uint32), np.empty(total, np.uint8)
+    if total:
+        forms = np.zeros(len(lengths), np.int64)
+        at = _read(data, at, np.array(lengths), np.array(spans), values, symbols, forms)
+        if at == BAD:
+            return None
+        if forms.any():
+            first = 0
+            for length, form in zip(lengths, forms.tolist(), strict=True):
+                here = slice(first, first + length)
+                first += length
+                if length and form == IN_PLANES:
+                    at = _from_planes(data, at, values[here])
+                elif length and form == IN_LIST:
+                    at = _from_list(data, at, symbols[here], values[here])
+                if at == BAD:
+                    return None
+    return values if at == len(data) else None
+
+
+@kernel(I64, U8, I64, I64_IN, I64_IN, U32_OUT, U8_OUT, I64_OUT)
+def _read(
+    data: np.ndarray,
+    at: int,
+    lengths: np.ndarray,
+    spans: np.ndarray,
+    values: np.ndarray,
+    symbols: np.ndarray,
+    forms: np.ndarray,
+) -> int:
+    """What stands as symbols into `values`, the places in lists into `symbols`. The byte after, or BAD."""
+    if at >= len(data):
+        return BAD
+    states = np.empty(4 if data[at] & 1 else 1, np.int64)
+    frequencies = np.empty(len(lengths) * SYMBOLS, np.int64)
+    bit = get_tables(data, 8 * at + 1, lengths, spans, frequencies, forms)
+    at = (bit + 7) >> 3
+    if bit < 0 or at + 4 * len(states) > len(data):
+        return BAD
+    for i in range(len(states)):
+        states[i] = load_u16(data, at) | (load_u16(data, at + 2) << 16)
+        at += 4
+        if states[i] < LOW:
+            return BAD
+    first = 0
+    for index in range(len(lengths)):
+        end = first + lengths[index]
+        if lengths[index] and forms[index] != IN_PLANES:
+            table = frequencies[index * SYMBOLS : (index + 1) * SYMBOLS]
+            at = get_symbols(symbols[first:end], table, states, data, at)
+            if at < 0:
+                return BAD
+        first = end
+    for i in range(len(states)):
+        if states[i] != LOW:
+            return BAD
+    first = 0
+    for index in range(len(lengths)):
+        end = first + lengths[index]
+        if lengths[index] and forms[index] == AS_SYMBOLS:
+            at = unfold(symbols[first:end], data, at, values[first:end])
+            if at < 0:
+                return BAD
+        first = end
+    return at
+
+
 def _from_list(data: np.ndarray, at: int, symbols: np.ndarray, values: np.ndarray) -> int:
     """The byte after, or BAD."""
     size, at = get_varint(data, at)
@@ -140,57 +212,6 @@ def _from_planes(data: np.ndarray, at: int, values: np.ndarray) -> int:
         return BAD
     values[:] = np.frombuffer(both, np.uint8).reshape(2, -1).T.copy().view("<u2")[:, 0]
     return end
-
-
-def unpack(data: np.ndarray, at: int, wanted: Sequence[tuple[int, int]]) -> list[np.ndarray] | None:
-    """The sequences in `data` (uint8) from byte `at` to its end, given the (length, span) of each.
-    None for bytes that nobody wrote."""
-    shapes = np.array(wanted, np.int64)
-    lengths, spans = shapes[:, 0].copy(), shapes[:, 1].copy()
-    found = [np.empty(length, np.uint32) for length in lengths.tolist()]
-    if not lengths.any():
-        return found if at == len(data) else None
-    most = len(wanted) * TABLE_BITS + 1
-    bits = np.zeros(most + TABLE_BITS, np.uint8)  # and zeros past the end of the data
-    header = np.unpackbits(data[at : at + (most >> 3) + 1], bitorder="little")
-    bits[: len(header)] = header
-    frequencies = np.empty(len(wanted) * SYMBOLS, np.int64)
-    forms = np.empty(len(wanted), np.int64)
-    used = get_tables(bits[1:], lengths, spans, frequencies, forms)
-    states = np.empty(4 if bits[0] else 1, np.int64)
-    at += (used + 8) >> 3
-    if used == BAD or at + 4 * len(states) > len(data):
-        return None
-    states[:] = data[at : at + 4 * len(states)].copy().view("<u4")
-    at += 4 * len(states)
-    if states.min() < LOW:
-        return None
-    coded = []
-    for index, values in enumerate(found):
-        symbols = np.empty(len(values), np.uint8)
-        if len(values) and forms[index] != IN_PLANES:
-            table = frequencies[index * SYMBOLS : (index + 1) * SYMBOLS]
-            at = get_symbols(symbols, table, states, data, at)
-            if at == BAD:
-                return None
-        coded.append(symbols)
-    if (states != LOW).any():
-        return None
-    for symbols, values, form in zip(coded, found, forms, strict=True):
-        if len(values) and form == AS_SYMBOLS:
-            at = unfold(symbols, data, at, values)
-            if at == BAD:
-                return None
-    for symbols, values, form in zip(coded, found, forms, strict=True):
-        if len(values) and form != AS_SYMBOLS:
-            at = (
-                _from_planes(data, at, values)
-                if form == IN_PLANES
-                else _from_list(data, at, symbols, values)
-            )
-            if at == BAD:
-                return None
-    return found if at == len(data) else None
 
 
 def put_varint(value: int) -> bytes:

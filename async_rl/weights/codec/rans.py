@@ -19,7 +19,6 @@ from async_rl.weights.codec.jit import (
     U8_OUT,
     U16_OUT,
     U32,
-    U32_OUT,
     helper,
     high_bit,
     int64,
@@ -100,7 +99,7 @@ def fold(values: np.ndarray, symbols: np.ndarray, counts: np.ndarray, low: np.nd
     return at + (fill > 0)
 
 
-@kernel(I64, U8, U8, I64, U32_OUT)
+@helper
 def unfold(symbols: np.ndarray, data: np.ndarray, at: int, values: np.ndarray) -> int:
     """The inverse; the byte after the open bits, or BAD."""
     largest = np.uint8(0)
@@ -180,7 +179,7 @@ def _get(x: int, entry: int, data: np.ndarray, at: int) -> tuple[int, int]:
     return (x << (empty << 4)) | (word & -empty), at + 2 * empty
 
 
-@kernel(I64, U8_OUT, I64_IN, I64_OUT, U8, I64)
+@helper
 def get_symbols(
     symbols: np.ndarray, frequencies: np.ndarray, states: np.ndarray, data: np.ndarray, at: int
 ) -> int:

@@ -40,11 +40,11 @@ def decode_steps(data: np.ndarray, count: int) -> Steps | None:
     changes, at = get_varint(data, 0)
     if not 0 <= changes <= count:
         return None
-    found = unpack(data, at, [(changes, count), (changes, 0)])
+    found = unpack(data, at, [changes, changes], [count, 0])
     if found is None:
         return None
-    steps = np.empty(changes, np.int16)
-    return (found[0], steps) if _from_numbers(found[0], found[1], count, steps) != BAD else None
+    positions, steps = found[:changes], np.empty(changes, np.int16)
+    return (positions, steps) if _from_numbers(positions, found[changes:], count, steps) != BAD else None
 
 
 def encode_dense(numbers: np.ndarray, changes: int) -> bytes:
@@ -55,10 +55,10 @@ def encode_dense(numbers: np.ndarray, changes: int) -> bytes:
 def decode_dense(data: np.ndarray, count: int) -> tuple[np.ndarray, int] | None:
     """Numbers below 2^16, and how many of them are not 0; None for bytes that nobody wrote."""
     changes, at = get_varint(data, 0)
-    found = unpack(data, at, [(count, 0)])
-    if found is None or count == 0 or found[0].max() > 0xFFFF or np.count_nonzero(found[0]) != changes:
+    found = unpack(data, at, [count], [0])
+    if found is None or count == 0 or found.max() > 0xFFFF or np.count_nonzero(found) != changes:
         return None
-    return found[0], changes
+    return found, changes
 
 
 def dense_numbers(positions: np.ndarray, steps: np.ndarray, count: int) -> np.ndarray:

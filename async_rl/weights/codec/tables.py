@@ -10,7 +10,7 @@ the frequencies from what is written, with integers only: they must get the same
                 | single: 7 bits symbol; 127: no symbols, the sequence stands in byte planes; 126: a table of another
                   kind follows, its symbols are places in a list
 
-Bits stand one to a byte here, of an array of zeros; numbers.py packs them.
+The writer has bits one to a byte, in an array of zeros; numbers.py packs them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from async_rl.weights.codec.jit import I64, I64_IN, I64_OUT, U8, U8_OUT, helper, int64, kernel, uint64
+from async_rl.weights.codec.jit import I64, I64_IN, I64_OUT, U8_OUT, helper, int64, kernel, uint64
 from async_rl.weights.codec.rans import BAD, SYMBOLS, TOTAL, TOTAL_BITS, low_bits_of, lowest_of, symbol_of
 
 __all__ = ["AS_SYMBOLS", "IN_LIST", "IN_PLANES", "TABLE_BITS", "get_tables", "put_form", "put_table"]
@@ -45,10 +45,13 @@ def _put(value: int, size: int, bits: np.ndarray, at: int) -> int:
 
 
 @helper
-def _get(bits: np.ndarray, at: int, size: int) -> int:
+def _get(data: np.ndarray, at: int, size: int) -> int:
+    """Bits of bytes; zeros past the end."""
     value = 0
     for i in range(size):
-        value |= int64(bits[at + i]) << i
+        byte = (at + i) >> 3
+        if byte < len(data):
+            value |= ((int64(data[byte]) >> ((at + i) & 7)) & 1) << i
     return value
 
 
@@ -212,13 +215,17 @@ def put_table(counts: np.ndarray, span: int, frequencies: np.ndarray, bits: np.n
     return _put(best, 13, bits, at)
 
 
-@kernel(I64, U8, I64_IN, I64_IN, I64_OUT, I64_OUT)
+@helper
 def get_tables(
-    bits: np.ndarray, lengths: np.ndarray, spans: np.ndarray, frequencies: np.ndarray, forms: np.ndarray
+    data: np.ndarray,
+    at: int,
+    lengths: np.ndarray,
+    spans: np.ndarray,
+    frequencies: np.ndarray,
+    forms: np.ndarray,
 ) -> int:
-    """The tables, [sequences * SYMBOLS], and forms of all sequences that are not empty, from `bits`, which hold
-    TABLE_BITS for each. How many bits they took, or BAD."""
-    at = 0
+    """The tables, [sequences * SYMBOLS], and forms of all sequences that are not empty, from bit `at` of `data`. The
+    bit after, or BAD."""
     for index in range(len(lengths)):
         mine = frequencies[index * SYMBOLS : (index + 1) * SYMBOLS]
         for symbol in range(SYMBOLS):
@@ -226,42 +233,41 @@ def get_tables(
         if lengths[index] == 0:
             continue
         forms[index] = AS_SYMBOLS
-        kind = _get(bits, at, 2)
-        if kind == _SINGLE and _get(bits, at + 2, 7) >= IN_LIST:
-            forms[index] = _get(bits, at + 2, 7)
+        kind = _get(data, at, 2)
+        if kind == _SINGLE and _get(data, at + 2, 7) >= IN_LIST:
+            forms[index] = _get(data, at + 2, 7)
             at += 9
             if forms[index] == IN_PLANES:
                 continue
-            kind = _get(bits, at, 2)
+            kind = _get(data, at, 2)
         at += 2
         if kind == _SINGLE:
-            mine[_get(bits, at, 7)] = TOTAL
+            mine[_get(data, at, 7)] = TOTAL
             at += 7
         elif kind == _GEOMETRIC:
-            code = _get(bits, at, 8)
+            code = _get(data, at, 8)
             at += 8
             if code >= _CODES or spans[index] < 1:
                 return BAD
             _geometric(code, spans[index], mine)
         elif kind == _FALLING:
-            _fall(_get(bits, at, 4), _get(bits, at + 4, 7), mine)
+            _fall(_get(data, at, 4), _get(data, at + 4, 7), mine)
             at += 11
         else:
-            end = at + TABLE_BITS - 32
-            size, low = _get(bits, at, 7), _get(bits, at + 7, 2)
+            size, low = _get(data, at, 7), _get(data, at + 7, 2)
             at += 9
             level = 0
             for symbol in range(size + 1):
                 difference = 0
-                while bits[at]:
+                while _get(data, at, 1):
                     difference += 1
                     at += 1
-                    if difference > 2 * _LEVELS or at > end:
+                    if difference > 2 * _LEVELS:
                         return BAD
-                difference = (difference << low) | _get(bits, at + 1, low)
+                difference = (difference << low) | _get(data, at + 1, low)
                 at += 1 + low
                 level += (difference >> 1) ^ -(difference & 1)
-                if level < 0 or level >= _LEVELS or at > end:
+                if level < 0 or level >= _LEVELS:
                     return BAD
                 mine[symbol] = _level_frequency(level)
             if level == 0:
