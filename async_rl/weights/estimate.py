@@ -3,7 +3,8 @@
     state files -> pairs of equal tensors -> payloads of about 32 MiB -> every format: encode, apply, compare
 
 One payload is in memory at a time; the files are mapped. Encoding and applying take one thread, whose processor time
-is measured, after the kernels are compiled. A file's float32 tensors can be rounded to bfloat16 first: that is what a trainer publishes.
+is measured, after the kernels are compiled. A file's float32 tensors can be rounded to bfloat16 first: that is what a
+trainer publishes.
 """
 
 from __future__ import annotations
