@@ -179,7 +179,8 @@ class _Pool:
             buffer.holders -= 1
             if buffer.holders:
                 return
-            if len(self._all[name]) > _KEPT:
+            # One that is free already will do for the next snapshot; while an anchor holds a third, none is.
+            if len(self._all[name]) > _KEPT and self._free[name]:
                 self._all[name].remove(buffer)
             else:
                 self._free[name].append(buffer)

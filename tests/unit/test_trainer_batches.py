@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from async_rl.algo.staleness import Node
 from async_rl.errors import Fenced, StoreUnavailable, WaitTimeout
 from async_rl.store.file import FileStore
+from async_rl.weights.config import WeightsConfig
+from async_rl.weights.lineage import claim
+from async_rl.weights.publisher import Publisher
+from async_rl.weights.run import ensure_run
 from async_rl.wire import Array, Batch, Group, Key, Sample
+from tests.weights_support import SHAPES, write_model_dir
 from workers import batches
 from workers.batches import BatchFeed, Lineage, prepare
+
+LIMIT_S = 20.0
 
 
 def a_sample(reward: float = 0.0, **changes: Any) -> Sample:
@@ -162,6 +171,71 @@ def test_a_trainer_that_waits_for_batches_in_vain_hears_that_it_was_replaced(mon
     )
     with pytest.raises(Fenced, match="incarnation 1"):
         feed.next(6)
+
+
+def test_synchronous_training_never_waits_for_weights_that_wait_for_the_next_batch(tmp_path, monkeypatch):
+    """max_lag 0: version n alone makes the batch of step n. Here each version's publishing ends only when the next
+    batch is asked for, so all weights meet one that is on its way, and only the wait for a batch can publish them."""
+    monkeypatch.setattr(batches, "_SLICE_PENDING_S", 0.01)
+    store = FileStore(f"file://{tmp_path}/store")
+    parameters = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    run = ensure_run(store, write_model_dir(tmp_path / "model"), parameters)
+    lineage, link = Lineage(), SynchronousLink()
+
+    def announce(manifest):
+        lineage.committed(manifest.version, manifest.parent, manifest.step)
+        link.announce(manifest.step)
+        link.wait_for_request(manifest.step + 1)
+
+    config = WeightsConfig(merge_after_s=0.0)
+    with Publisher(store, run, claim(store), parameters, config, on_commit=announce) as publisher:
+        feed = BatchFeed(
+            SoloGroup(),
+            link,
+            store,
+            lineage,
+            incarnation=0,
+            limit_s=LIMIT_S,
+            stopping=lambda: False,
+            catch_up=publisher.catch_up,
+        )
+        publisher.publish(0)
+        for step in range(3):
+            assert feed.next(step).step == step
+            parameters["layer.bias"] += 1.0
+            assert publisher.publish(step + 1) == -1
+        link.end()
+    assert [(node.parent, node.step) for node in lineage.nodes.values()] == [(-1, 0), (0, 1), (1, 2)]
+
+
+class SynchronousLink:
+    """Gives the batch of step n once a version with n steps is out."""
+
+    def __init__(self):
+        self._step = self._asked = -1
+        self._changed = threading.Condition()
+
+    def announce(self, step):
+        with self._changed:
+            self._step = step
+            self._changed.notify_all()
+
+    def wait_for_request(self, step):
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._asked >= step, LIMIT_S)
+
+    def end(self):
+        with self._changed:
+            self._asked = 1 << 30
+            self._changed.notify_all()
+
+    def next_batch(self, incarnation, step, timeout_s, **_):
+        with self._changed:
+            self._asked = max(self._asked, step)
+            self._changed.notify_all()
+            if self._changed.wait_for(lambda: self._step >= step, timeout_s):
+                return Batch(incarnation=incarnation, step=step, groups=(), lags=(), frontier=0)
+        raise WaitTimeout("no batch")
 
 
 class LinkWithout:

@@ -5,8 +5,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
+from typing import Literal
 
+import msgspec
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -15,16 +19,26 @@ from async_rl.errors import AccessDenied, Fenced, ModelMismatch, StoreUnavailabl
 from async_rl.store import ObjectStore
 from async_rl.store.file import FileStore
 from async_rl.weights import lineage
+from async_rl.weights.changes import cut_tiles
+from async_rl.weights.codec import TILE, digest_of
 from async_rl.weights.config import WeightsConfig
-from async_rl.weights.lineage import Manifest, claim, read_manifest
+from async_rl.weights.lineage import Manifest, Way, claim, read_manifest
 from async_rl.weights.publisher import Publisher
 from async_rl.weights.ranks import Report
 from async_rl.weights.run import RunInfo, ensure_run
+from async_rl.weights.shards import Part
 from async_rl.weights.subscriber import Subscriber
+from async_rl.weights.ways import list_edges
 from tests.weights_support import SHAPES, ScriptedStore, raises, write_model_dir
 
+replace = msgspec.structs.replace
 LIMIT_S = 20.0
-SMALL = WeightsConfig(pack_bytes=60, publish_limit_s=LIMIT_S)  # several packs
+SMALL = WeightsConfig(
+    pack_bytes=60, delta_pack_bytes=1, publish_limit_s=LIMIT_S, merge_after_s=LIMIT_S
+)  # several packs, a delta pack per tile, a version per publish
+HASTY = replace(SMALL, merge_after_s=0.0)
+BRIEF = replace(SMALL, publish_limit_s=1e-6)
+ANCHORS = replace(SMALL, anchor_every=1, skip_spans=(2,))  # of every other version
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +72,13 @@ class Trainer:
         for tensor in self.parameters.values():
             tensor.add_(torch.randn_like(tensor))
 
+    def publish(self, step: int) -> Manifest:
+        """After a step, and committed."""
+        self.step()
+        version = self.publisher.publish(step)
+        self.publisher.flush(LIMIT_S)
+        return read_manifest(self.store, version)
+
     def rounded(self) -> dict[str, torch.Tensor]:
         return {name: tensor.to(torch.bfloat16) for name, tensor in self.parameters.items()}
 
@@ -88,11 +109,20 @@ def fetched(trainer: Trainer, version: int, tmp_path: Path) -> dict[str, torch.T
 
 
 def load(store: ObjectStore, run: RunInfo, version: int, tmp_path: Path) -> dict[str, torch.Tensor]:
-    local = Subscriber(store, run, tmp_path / "cache", WeightsConfig()).fetch(read_manifest(store, version))
     result: dict[str, torch.Tensor] = {}
-    for shard in local.shards:
-        result |= load_file(shard)
-    return result
+    with closing(Subscriber(store, run, tmp_path / "cache", WeightsConfig())) as subscriber:
+        for shard in subscriber.fetch(read_manifest(store, version)).shards:
+            result |= load_file(shard)
+    return {name: tensor.clone() for name, tensor in result.items()}  # not views of files that change
+
+
+def digest(weights: dict[str, torch.Tensor]) -> str:
+    total, place = 0, 0
+    for name in SHAPES:
+        bits = weights[name].reshape(-1).view(torch.int16).numpy().view(np.uint16)
+        total += digest_of(bits, place)
+        place += len(bits)
+    return f"{total % 2**64:016x}"
 
 
 def equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
@@ -193,6 +223,374 @@ def test_parameters_that_are_not_the_runs_are_refused(start: Start) -> None:
         publisher()
 
 
+# ---------------------------------------------------------------- deltas
+
+
+def test_after_the_first_version_only_what_changed_is_written(start: Start, tmp_path: Path) -> None:
+    trainer = start()
+    first = trainer.publish(0)
+    trainer.parameters["layer.weight"].view(-1)[[3, 17]] += 1.0
+    trainer.publisher.publish(1)
+    trainer.publisher.flush(LIMIT_S)
+    second = trainer.commits[1]
+    assert (first.way.base, second.way.base, second.way.changed, len(second.way.packs)) == (-1, 0, 2, 1)
+    assert second.digest == digest(trainer.rounded()) != first.digest
+    assert equal(fetched(trainer, 1, tmp_path), trainer.rounded())
+
+
+def test_where_nothing_changed_a_version_has_no_packs(start: Start, tmp_path: Path) -> None:
+    trainer = start()
+    trainer.publish(0)
+    trainer.parameters["layer.weight"] += 1e-12  # less than rounding sees
+    trainer.publisher.publish(1)
+    trainer.publisher.flush(LIMIT_S)
+    assert trainer.commits[1].way == Way(0, (), 0)
+    assert trainer.commits[1].digest == trainer.commits[0].digest
+    assert equal(fetched(trainer, 1, tmp_path), trainer.rounded())
+
+
+@pytest.mark.parametrize("codec", ["default", "small"])
+def test_every_bit_pattern_survives_a_chain_of_deltas(
+    store: ScriptedStore, tmp_path: Path, codec: Literal["default", "small"]
+) -> None:
+    """NaNs of all kinds, infinities, denormals, both zeros: random bits."""
+    draw = np.random.default_rng(3)
+
+    def random_bits(shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.from_numpy(draw.integers(-(2**15), 2**15, shape, np.int16)).view(torch.bfloat16)
+
+    parameters = {name: random_bits(shape) for name, shape in SHAPES.items()}
+    run = ensure_run(store, write_model_dir(tmp_path / "model"), parameters)
+    with Publisher(store, run, claim(store), parameters, replace(SMALL, codec=codec)) as publisher:
+        for step in range(4):
+            publisher.publish(step)
+            publisher.flush(LIMIT_S)
+            found = load(store, run, step, tmp_path)
+            for name, tensor in parameters.items():
+                assert torch.equal(found[name].view(torch.int16), tensor.view(torch.int16))
+                tensor.copy_(random_bits(tuple(tensor.shape)))
+    assert [read_manifest(store, version).way.base for version in range(4)] == [-1, 0, 1, 2]
+
+
+def test_tiles_are_cut_from_the_start_of_the_tensor_and_at_the_ranks_rows() -> None:
+    parts = [Part(0, 0, 2 * TILE, 5), Part(3, TILE - 2, 5, 7 * TILE), Part(4, 3 * TILE + 1, 1, 0)]
+    cuts = [(cut.tensor, cut.start, cut.stop, cut.place) for cut in cut_tiles(parts)]
+    assert cuts == [
+        (0, 0, TILE, 5),
+        (0, TILE, 2 * TILE, TILE + 5),
+        (3, TILE - 2, TILE, 8 * TILE - 2),
+        (3, TILE, TILE + 3, 8 * TILE),
+        (4, 3 * TILE + 1, 3 * TILE + 2, 3 * TILE + 1),
+    ]
+
+
+def test_the_manifest_comes_after_every_pack(start: Start) -> None:
+    trainer = start()
+    trainer.publish(0)
+    trainer.publish(1)
+    writes = [call for call in trainer.store.calls if call[0] in ("upload", "put_if_absent")]
+    for manifest in trainer.commits:
+        commit = writes.index(("put_if_absent", lineage.version_key(manifest.version)))
+        assert manifest.way.packs
+        assert all(writes.index(("upload", pack.key)) < commit for pack in manifest.way.packs)
+
+
+# ---------------------------------------------------------------- the baseline
+
+
+def test_a_version_given_up_stays_out_of_the_baseline(start: Start, tmp_path: Path) -> None:
+    """The next one carries both changes."""
+    trainer = start(BRIEF)
+    trainer.publish(0)
+    trainer.store.on("put_if_absent", "versions/", raises(StoreUnavailable("no route")))
+    with pytest.raises(StoreUnavailable):
+        trainer.publish(1)
+    last = trainer.publish(2)
+    assert (last.version, last.way.base, last.parent) == (2, 0, 0)
+    assert last.digest == digest(trainer.rounded())
+    assert equal(fetched(trainer, 2, tmp_path), trainer.rounded())
+
+
+def test_a_commit_whose_answer_was_lost_moves_the_baseline_once(start: Start, tmp_path: Path) -> None:
+    trainer = start()
+    trainer.publish(0)
+    away = raises(StoreUnavailable("no answer"))
+    trainer.store.on("put_if_absent", "versions/", away, lost_answer=True)
+    assert trainer.publish(1).way.base == 0
+    assert trainer.publish(2).way.base == 1
+    assert lineage.list_versions(trainer.store) == [0, 1, 2]
+    assert equal(fetched(trainer, 2, tmp_path), trainer.rounded())
+
+
+def test_a_delta_given_up_that_stands_in_the_store_all_the_same_harms_nothing(
+    start: Start, tmp_path: Path
+) -> None:
+    """Its readers find the way to the next version all the same."""
+    trainer = start(BRIEF)
+    trainer.publish(0)
+    trainer.store.on("put_if_absent", "versions/", raises(StoreUnavailable("no answer")), lost_answer=True)
+    with pytest.raises(StoreUnavailable):
+        trainer.publish(1)
+    unheard = trainer.rounded()
+    assert trainer.publish(2).way.base == 0
+    assert equal(fetched(trainer, 1, tmp_path), unheard)
+    assert equal(fetched(trainer, 2, tmp_path), trainer.rounded())
+
+
+def test_an_attempt_that_fails_half_way_keeps_the_delta_packs_that_are_whole(
+    start: Start, tmp_path: Path
+) -> None:
+    trainer = start()
+    trainer.publish(0)
+    trainer.store.calls.clear()
+    trainer.store.on(
+        "upload", "packs/0000000001-00000000-0-2", raises(StoreUnavailable("no route")), times=2
+    )
+    manifest = trainer.publish(1)
+    uploads = [key for operation, key in trainer.store.calls if operation == "upload"]
+    assert len(manifest.way.packs) == len(SHAPES)
+    assert sorted(uploads) == sorted([pack.key for pack in manifest.way.packs] + 2 * [uploads[2]])
+    assert equal(fetched(trainer, 1, tmp_path), trainer.rounded())
+
+
+# ---------------------------------------------------------------- where a trainer begins
+
+
+def test_a_resumed_trainer_with_its_parents_weights_writes_no_packs(start: Start, tmp_path: Path) -> None:
+    first = start()
+    first.publish(0)
+    first.publish(1)
+    weights = first.rounded()
+    resumed = start(parent=1)
+    for name, tensor in resumed.parameters.items():
+        tensor.copy_(first.parameters[name])
+    resumed.publisher.publish(1)
+    resumed.publisher.flush(LIMIT_S)
+    (manifest,) = resumed.commits
+    assert (manifest.way, manifest.parent) == (Way(1, (), 0), 1)
+    assert manifest.digest == first.commits[1].digest
+    assert equal(fetched(resumed, 2, tmp_path), weights)
+    assert resumed.publish(2).way.base == 2
+    assert equal(fetched(resumed, 3, tmp_path), resumed.rounded())
+
+
+def test_a_trainer_with_other_weights_than_its_parents_begins_with_a_full_version(
+    start: Start, tmp_path: Path
+) -> None:
+    start().publish(0)
+    resumed = start(parent=0)
+    resumed.parameters["layer.bias"] += 1.0
+    assert (resumed.publish(0).way.base, resumed.commits[0].parent) == (-1, 0)
+    assert equal(fetched(resumed, 1, tmp_path), resumed.rounded())
+
+
+@pytest.mark.parametrize("what", ["pack", "manifest", "zombie"])
+def test_a_parent_that_can_not_be_read_or_does_not_count_is_not_built_upon(
+    start: Start, tmp_path: Path, what: str
+) -> None:
+    first = start()
+    first.publisher.publish(0)
+    first.publisher.flush(LIMIT_S)
+    if what == "pack":
+        first.store.delete(first.commits[0].way.packs[1].key)
+    elif what == "manifest":
+        first.store.put(lineage.version_key(0), b"{}")
+    resumed = start(parent=0)
+    if what == "zombie":  # its claim is another's now
+        first.store.put(
+            "incarnations/00000000.json", msgspec.json.encode(replace(first.claim, nonce="other"))
+        )
+    resumed.publisher.publish(0)
+    resumed.publisher.flush(LIMIT_S)
+    assert resumed.commits[0].way.base == -1
+    assert equal(fetched(resumed, 1, tmp_path), resumed.rounded())
+
+
+def test_a_store_that_is_away_when_the_parent_is_read_costs_time_only(start: Start) -> None:
+    first = start()
+    first.publisher.publish(0)
+    first.publisher.flush(LIMIT_S)
+    resumed = start(parent=0)
+    resumed.store.on("get", "versions/", raises(StoreUnavailable("no route")), times=2)
+    resumed.publisher.publish(0)
+    resumed.publisher.flush(LIMIT_S)
+    assert resumed.commits[0].way.base == 0
+
+
+# ---------------------------------------------------------------- merging
+
+
+def gated(trainer: Trainer, operation: str = "upload", prefix: str = "packs/") -> threading.Event:
+    gate = threading.Event()
+    trainer.store.on(operation, prefix, lambda: gate.wait(LIMIT_S))
+    return gate
+
+
+def test_while_a_version_is_on_its_way_the_next_ones_are_merged(start: Start, tmp_path: Path) -> None:
+    trainer = start(HASTY)
+    trainer.publisher.publish(0)
+    trainer.publisher.flush(LIMIT_S)
+    gate = gated(trainer)
+    trainer.step()
+    assert trainer.publisher.publish(1) == 1
+    for step in (2, 3):
+        trainer.step()
+        assert trainer.publisher.publish(step) == -1
+        assert trainer.publisher.newest == 1
+    gate.set()
+    trainer.publisher.flush(LIMIT_S)
+    assert [(m.version, m.step, m.way.base) for m in trainer.commits] == [(0, 0, -1), (1, 1, 0), (2, 3, 1)]
+    assert equal(fetched(trainer, 2, tmp_path), trainer.rounded())
+
+
+def test_what_is_pending_is_published_as_soon_as_nothing_is_on_its_way(
+    start: Start, tmp_path: Path
+) -> None:
+    trainer = start(HASTY)
+    assert not trainer.publisher.catch_up(0)  # nothing pending, nothing published
+    assert trainer.publisher.newest == -1
+    gate = gated(trainer)
+    trainer.publisher.publish(0)
+    trainer.step()
+    assert trainer.publisher.publish(1) == -1
+    assert trainer.publisher.catch_up(1) and trainer.publisher.newest == 0
+    gate.set()
+    on_its_way = trainer.publisher._thread
+    assert on_its_way is not None
+    on_its_way.join(LIMIT_S)
+    trainer.step()  # a step without a publish: the version must say so
+    assert not trainer.publisher.catch_up(2)
+    trainer.publisher.flush(LIMIT_S)
+    assert [(m.version, m.step) for m in trainer.commits] == [(0, 0), (1, 2)]
+    assert equal(fetched(trainer, 1, tmp_path), trainer.rounded())
+
+
+def test_catching_up_raises_what_stopped_the_version_before(start: Start) -> None:
+    trainer = start(HASTY)
+    trainer.store.on("upload", "packs/", raises(AccessDenied("not yours")))
+    trainer.publisher.publish(0)
+    on_its_way = trainer.publisher._thread
+    assert on_its_way is not None
+    on_its_way.join(LIMIT_S)
+    with pytest.raises(AccessDenied):
+        trainer.publisher.catch_up(1)
+    assert trainer.publisher.publish(1) == 1
+
+
+# ---------------------------------------------------------------- anchors
+
+
+def anchor_ended(trainer: Trainer) -> None:
+    thread = trainer.publisher._anchor_writer._thread
+    assert thread is not None
+    thread.join(LIMIT_S)
+    assert not thread.is_alive()
+
+
+def test_an_anchor_holds_its_version_while_deltas_go_on(start: Start, tmp_path: Path) -> None:
+    trainer = start(ANCHORS)
+    trainer.publish(0)
+    trainer.publish(1)
+    copy = sum(2 * tensor.numel() for tensor in trainer.parameters.values())
+    assert trainer.publisher._shards.buffers == 2 * copy
+    gate = gated(trainer, "upload", "packs/0000000002-00000000-anchor0-0")
+    trainer.publish(2)
+    anchored = trainer.rounded()
+    for step in (3, 4, 5):
+        trainer.publish(step)
+        assert trainer.publisher._shards.buffers <= 3 * copy
+    assert trainer.publisher._shards.buffers == 3 * copy
+    assert list(list_edges(trainer.store)) == []
+    gate.set()
+    anchor_ended(trainer)
+    trainer.publish(6)
+    assert trainer.publisher._shards.buffers == 2 * copy
+    (edge,) = list_edges(trainer.store)
+    assert (edge.version, edge.base) == (2, -1)
+    for manifest in trainer.commits[:2]:  # the only way left is the anchor's
+        for pack in manifest.way.packs:
+            trainer.store.delete(pack.key)
+    assert equal(fetched(trainer, 2, tmp_path), anchored)
+    assert equal(fetched(trainer, 6, tmp_path), trainer.rounded())
+
+
+@pytest.mark.parametrize(
+    ("operation", "prefix", "error"),
+    [
+        ("upload", "packs/0000000002-00000000-anchor", StoreUnavailable("no route")),
+        ("upload", "packs/0000000002-00000000-anchor", RuntimeError("a bug")),
+        ("put", "ways/", AccessDenied("not yours")),
+        ("put", "ways/", RuntimeError("a bug")),
+    ],
+)
+def test_an_anchor_that_fails_is_tried_again_and_stops_nobody(
+    start: Start, operation: str, prefix: str, error: Exception
+) -> None:
+    trainer = start(ANCHORS)
+    trainer.store.on(operation, prefix, raises(error))
+    for step in range(3):
+        trainer.publish(step)
+    anchor_ended(trainer)
+    assert list(list_edges(trainer.store)) == []
+    trainer.publish(3)
+    trainer.publish(4)
+    anchor_ended(trainer)
+    assert [edge.version for edge in list_edges(trainer.store)] == [4]
+    copy = sum(2 * tensor.numel() for tensor in trainer.parameters.values())
+    assert trainer.publisher._shards.buffers == 2 * copy  # what failed gave its rows back
+
+
+def test_there_is_one_anchor_at_a_time(start: Start) -> None:
+    trainer = start(ANCHORS)
+    gate = gated(trainer, "upload", "packs/0000000002-00000000-anchor")
+    for step in range(7):
+        trainer.publish(step)
+    gate.set()
+    anchor_ended(trainer)
+    assert [edge.version for edge in list_edges(trainer.store)] == [2]
+
+
+def test_closing_gives_an_anchor_up(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("async_rl.weights.full._AGREE_BYTES", 1)
+    trainer = start(ANCHORS)
+    began, gate = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        began.set()
+        gate.wait(LIMIT_S)
+
+    trainer.store.on("upload", "packs/0000000002-00000000-anchor", wait)
+    for step in range(3):
+        trainer.publish(step)
+    assert began.wait(LIMIT_S)
+    closer = threading.Thread(target=trainer.publisher.close)
+    closer.start()
+    assert trainer.publisher._anchor_writer._closing.wait(LIMIT_S)
+    gate.set()
+    closer.join(LIMIT_S)
+    anchor_ended(trainer)
+    assert list(list_edges(trainer.store)) == []
+    copies = trainer.store.inner.list_after("packs/0000000002-00000000-anchor")
+    assert len(list(copies)) < len(trainer.commits[0].way.packs)
+
+
+def test_a_baseline_that_was_damaged_in_memory_makes_no_anchor(start: Start) -> None:
+    trainer = start(ANCHORS)
+    trainer.publish(0)
+    trainer.publish(1)
+    gate = gated(trainer, "put_if_absent", "versions/")
+    trainer.step()
+    trainer.publisher.publish(2)
+    taken = trainer.publisher._shards._pool._all["layer.weight"]
+    gate.set()
+    for buffer in taken:
+        assert buffer.data is not None
+        buffer.data.view(torch.int16)[0, 0] ^= 1
+    trainer.publisher.flush(LIMIT_S)
+    anchor_ended(trainer)
+    assert list(list_edges(trainer.store)) == []
+
+
 # ---------------------------------------------------------------- a store that fails
 
 
@@ -228,7 +626,7 @@ def test_packs_that_are_whole_are_not_sent_again(start: Start) -> None:
 
 
 def test_beyond_the_limit_the_trainer_is_told_and_can_go_on(start: Start, tmp_path: Path) -> None:
-    trainer = start(WeightsConfig(pack_bytes=60, publish_limit_s=1e-6))
+    trainer = start(BRIEF)
     trainer.store.on("upload", "packs/", raises(StoreUnavailable("no route")))
     trainer.publisher.publish(0)
     with pytest.raises(StoreUnavailable, match=r"version 0 was given up after .* no route"):
@@ -243,7 +641,7 @@ def test_a_version_given_up_whose_put_had_succeeded_is_not_taken_for_the_next(
 ) -> None:
     """Version 0 is a zombie's, so our first is put as 1, unheard, and given up: the second wants 1 too."""
     zombie = start()
-    trainer = start(WeightsConfig(pack_bytes=60, publish_limit_s=1e-6))
+    trainer = start(BRIEF)
     write_as_zombie(zombie, 0)
     trainer.store.on(
         "put_if_absent", "versions/0000000001", raises(StoreUnavailable("no answer")), lost_answer=True
