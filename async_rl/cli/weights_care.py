@@ -109,7 +109,7 @@ def _print_verified(found: Verified, everything: bool) -> None:
     "spans",
     multiple=True,
     type=click.IntRange(2),
-    help="Spans of the skip deltas. [default: 4, 16, 64, 256]",
+    help="Spans of the skip deltas. [default: 16, 64, 256]",
 )
 @scratch_option
 @json_option

@@ -1,4 +1,4 @@
-"""Skip deltas: one delta over 4, 16, 64, … versions, so that a reader far behind goes O(log n) steps.
+"""Skip deltas: one delta over 16, 64, 256 versions, so that a reader far behind goes O(log n) steps.
 
     chain      the versions of the trainer's branch, by their parents
     wanted     for every span L, between neighbouring multiples of L: chain versions at or just below them

@@ -19,8 +19,10 @@ finds again. Readers that meet a missing pack ask `dead_edges` and plan another 
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -47,6 +49,7 @@ __all__ = [
     "look",
     "plan",
     "read_tombstones",
+    "tombstone_key",
 ]
 
 log = get_logger(__name__)
@@ -58,6 +61,9 @@ NOTHING = -1
 
 _PARALLEL = 16
 _TRIES = 5  # to announce, where others collect at the same time
+
+Cost = tuple[int, int, int]
+"""Of a path: bytes, ways that were given up already, ways."""
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -198,6 +204,7 @@ class _Planner:
         self._grace_s = grace_s
         self._announced = fold(facts.tombstones)
         self._reasons: dict[Reachable, str] = {}
+        self._from_nothing: Mapping[int, tuple[int, Reachable]] = {}
         self._notes: list[str] = []
         # A group is what one trainer wrote for one version: while its packs still arrive, all are young.
         self._groups: dict[tuple[int, int], float] = {}
@@ -232,6 +239,7 @@ class _Planner:
         young = [w.version for w in facts.ways if w.counts and not w.key and w.modified > self._young]
         lean = self._cheapest([way for way in usable if way not in dropped and not self._dead(way)])
         everything = self._cheapest(usable)
+        self._from_nothing = lean
         targets = [
             *((version, "one of the newest versions") for version in newest),
             *((version, "young") for version in young),
@@ -241,9 +249,9 @@ class _Planner:
         ]
         blocked = False
         for version, reason in targets:
-            path = path_to(version, lean, NOTHING)
+            path = path_to(version, lean)
             if path is None:
-                path = path_to(version, everything, NOTHING)
+                path = path_to(version, everything)
             if path is not None:
                 self._keep(path, reason)
             elif version in newest:
@@ -254,21 +262,46 @@ class _Planner:
         return blocked
 
     def _keep_for_readers(self, usable: list[Reachable]) -> None:
-        """From each version that a live reader holds (or fetches) to the others it names, and to the newest."""
-        pairs = {
-            (held, target)
-            for reader in self._facts.readers
-            for held in reader
-            for target in (*reader, self._facts.newest)
-            if held < target
-        }
-        usable = [way for way in usable if way.base != NOTHING or not self._dead(way)]
-        for held in sorted({held for held, _ in pairs}):
-            best = self._cheapest(usable, held)
-            for target in sorted(target for other, target in pairs if other == held):
-                path = path_to(target, best, held)
-                if path is not None:
-                    self._keep(path, f"a reader's way from version {held}")
+        """From each version that a live reader holds (or fetches) to the others it names, and to the newest: unless
+        the path from nothing, which is kept, is cheaper."""
+        holders: dict[int, set[int]] = {}  # target -> versions held
+        for reader in self._facts.readers:
+            for held, target in product(reader, (*reader, self._facts.newest)):
+                if held < target:
+                    holders.setdefault(target, set()).add(held)
+        onward: dict[int, list[Reachable]] = {}
+        for way in usable:
+            if way.base != NOTHING:
+                onward.setdefault(way.base, []).append(way)
+        bases = sorted(onward)
+        for target, held_ones in sorted(holders.items()):
+            between = bases[bisect_left(bases, min(held_ones)) : bisect_left(bases, target)]
+            cost, step = self._cheapest_to(target, onward, between)
+            limit = self._from_nothing[target][0] if target in self._from_nothing else None
+            for held in sorted(held_ones):
+                if held not in cost or (limit is not None and cost[held][0] > limit):
+                    continue
+                at = held
+                while at != target:
+                    self._keep([step[at]], f"a reader's way from version {held}")
+                    at = step[at].version
+
+    def _cheapest_to(
+        self, target: int, onward: Mapping[int, list[Reachable]], between: Sequence[int]
+    ) -> tuple[dict[int, Cost], dict[int, Reachable]]:
+        """From each of the versions `between` (ascending, below `target`): what the cheapest path to `target` costs,
+        and its first way."""
+        cost: dict[int, Cost] = {target: (0, 0, 0)}
+        step: dict[int, Reachable] = {}
+        for base in reversed(between):
+            choices = [
+                (self._along(cost[way.version], way), way.version, way)
+                for way in onward[base]
+                if way.version in cost
+            ]
+            if choices:
+                cost[base], _, step[base] = min(choices, key=lambda choice: choice[:2])
+        return cost, step
 
     def _sorted_out(self, blocked: bool) -> Plan:
         facts, announced = self._facts, self._announced
@@ -327,26 +360,27 @@ class _Planner:
             return "packs of it are missing"  # nothing that could be explained: for a person to look at
         return None
 
-    def _cheapest(self, ways: Iterable[Reachable], held: int = NOTHING) -> dict[int, tuple[int, Reachable]]:
-        """Version -> (bytes, last way) of the cheapest path from nothing or from `held`. Ways lead upwards only:
-        one pass in the order of the versions."""
+    def _cheapest(self, ways: Iterable[Reachable]) -> dict[int, tuple[int, Reachable]]:
+        """Version -> (bytes, last way) of the cheapest path from nothing. Ways lead upwards only: one pass in the
+        order of the versions."""
         into: dict[int, list[Reachable]] = {}
         for way in ways:
             into.setdefault(way.version, []).append(way)
-        cost: dict[int, tuple[int, int, int]] = {NOTHING: (0, 0, 0), held: (0, 0, 0)}
+        cost: dict[int, Cost] = {NOTHING: (0, 0, 0)}
         best: dict[int, tuple[int, Reachable]] = {}
         for version in sorted(into):
-            if version == held:
-                continue
             choices = [
-                ((cost[w.base][0] + w.nbytes, cost[w.base][1] + self._dead(w), cost[w.base][2] + 1), w)
-                for w in into[version]
-                if w.base in cost
+                (self._along(cost[way.base], way), way.base, way)
+                for way in into[version]
+                if way.base in cost
             ]
             if choices:
-                cost[version], way = min(choices, key=lambda choice: (choice[0], choice[1].base))
+                cost[version], _, way = min(choices, key=lambda choice: choice[:2])
                 best[version] = cost[version][0], way
         return best
+
+    def _along(self, cost: Cost, way: Reachable) -> Cost:
+        return cost[0] + way.nbytes, cost[1] + self._dead(way), cost[2] + 1
 
     def _keep(self, path: Iterable[Reachable], reason: str) -> None:
         for way in path:
@@ -372,12 +406,10 @@ class _Planner:
         return self._groups.get(group, 0.0) > self._young
 
 
-def path_to(
-    version: int, best: Mapping[int, tuple[int, Reachable]], held: int
-) -> tuple[Reachable, ...] | None:
-    """The ways to `version`, from `held` or from nothing; None where it can't be reached."""
+def path_to(version: int, best: Mapping[int, tuple[int, Reachable]]) -> tuple[Reachable, ...] | None:
+    """The ways to `version` from nothing; None where it can't be reached."""
     path = []
-    while version not in (held, NOTHING):
+    while version != NOTHING:
         if version not in best:
             return None
         way = best[version][1]

@@ -11,8 +11,8 @@ import pytest
 from async_rl.errors import Corrupt, StoreUnavailable
 from async_rl.weights.compactor import Compactor, Skip, branch, cheapest_source, skips_wanted
 from async_rl.weights.config import WeightsConfig
-from async_rl.weights.gc import collect
-from async_rl.weights.layers import aligned, net_steps, open_layer
+from async_rl.weights.gc import Tombstone, tombstone_key
+from async_rl.weights.layers import Piece, aligned, net_steps, open_layer, recode
 from async_rl.weights.lineage import Manifest
 from async_rl.weights.plan import NOTHING, Hop
 from async_rl.weights.replay import FlatState
@@ -155,6 +155,21 @@ def test_changes_that_are_taken_back_leave_nothing(tmp_path):
     check_edge(history, tmp_path, edge)
 
 
+def test_tiles_that_cancel_out_must_not_move_the_digest(tmp_path):
+    history = run_of(tmp_path, 2)
+    history.delta(history.states[0])
+    layers = [
+        open_layer(history.store, history.run, history.manifests[v].way, tmp_path / "packs", CONFIG)
+        for v in (1, 2)
+    ]
+    span = next(iter(aligned(layers)))
+    assert recode(span) is None
+    ((piece,), later) = span.layers
+    wrong = Piece(piece.tile._replace(moved=piece.tile.moved ^ 1), piece.data)
+    with pytest.raises(Corrupt, match="cancel out"):
+        recode(span._replace(layers=((wrong,), later)))
+
+
 def test_empty_deltas_compose(tmp_path):
     history = run_of(tmp_path, 1)
     for _ in range(4):
@@ -173,6 +188,7 @@ def test_packs_are_filled_to_about_the_size_that_is_set(tmp_path):
     assert len(packs) > 2
     assert len({pack.key for pack in packs}) == len(packs)
     assert all(pack.key.startswith("packs/0000000004-00000000-skip4-") for pack in packs)
+    assert all(pack.key.endswith(pack.sha256[:12]) for pack in packs), "no two contents under one name"
     check_edge(history, tmp_path, edge)
 
 
@@ -252,23 +268,20 @@ def test_skips_do_not_cross_a_full_version(tmp_path):
     assert [(w.base, w.version) for w in compactor(history, tmp_path).run()] == [(4, 8)]
 
 
-def test_a_zombies_version_is_no_source(tmp_path):
-    history = run_of(tmp_path, 5)
-    history.commit(
-        history.states[3], lambda _: history.manifests[4].way, version=5, nonce="somebody else's"
-    )
+def test_a_zombies_version_gets_no_skip(tmp_path):
+    history = run_of(tmp_path, 8)
+    stolen = history._delta_way(history.states[7], history.states[6], 7, 8, "0")
+    history.commit(history.states[6], lambda _: stolen, version=8, nonce="somebody else's")
     written = compactor(history, tmp_path).run()
     assert [(w.base, w.version) for w in written] == [(0, 4)]
 
 
 def test_what_was_given_up_as_garbage_is_not_made_again(tmp_path):
-    history = run_of(tmp_path, 10)
-    compactor(history, tmp_path).run()
-    history.anchor(9)
-    history.store.now = 5000.0
-    config = msgspec.structs.replace(CONFIG, keep_versions=1, gc_grace_s=100.0)
-    assert collect(history.store, config).drop
-    assert compactor(history, tmp_path).run() == []
+    """Its sources are all there; a tombstone says that nobody needs it."""
+    history = run_of(tmp_path, 9)
+    tombstone = Tombstone(0, edges=((0, 4),))
+    history.store.put(tombstone_key(0), msgspec.json.encode(tombstone))
+    assert [(w.base, w.version) for w in compactor(history, tmp_path).run()] == [(4, 8)]
 
 
 def test_a_stop_is_heard_between_tiles_and_leaves_no_record(tmp_path):
