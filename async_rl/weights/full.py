@@ -96,49 +96,37 @@ class FullPacks:
         `key`: of a pack, from its owner and number. `sent` is told the names of tensors whose local rows are
         needed no more. Once `giving_up` says so on any rank, all soon leave the attempt.
         """
-        writers: deque[tuple[int, _PackWriter]] = deque()  # this rank's, from oldest to newest
-        mine: dict[int, str] = {}
-        failures: list[AsyncRLError] = []
-
-        def finish(open_packs: int) -> None:
-            while len(writers) > open_packs:
-                pack, writer = writers.popleft()
-                digest = writer.result()
-                if digest is not None:
-                    mine[pack] = digest
-                elif writer.failure is not None:
-                    failures.append(writer.failure)
-
+        outgoing = _Outgoing(self._open_packs)
         unagreed = 0
-        over = False
-        for transfer in schedule(self.plans, self._owners, self._ranks.size):
-            if transfer.pack in whole:
-                continue
-            owned = transfer.owner == self._ranks.rank
-            if owned and transfer.first:
-                finish(self._open_packs - 1)
-                writer = _PackWriter(self._store, key(transfer.owner, transfer.pack))
-                writer.write(self.plans[transfer.pack].header)
-                writers.append((transfer.pack, writer))
-            self._move(state, transfer, writers[-1][1] if owned else None)
-            if owned:
-                writers[-1][1].afterwards(partial(sent, transfer.tensor.name))
-                if transfer.last:
-                    writers[-1][1].end()
+        over = True  # unless the last transfer is reached
+        try:
+            for transfer in schedule(self.plans, self._owners, self._ranks.size):
+                if transfer.pack in whole:
+                    continue
+                owned = transfer.owner == self._ranks.rank
+                if owned and transfer.first:
+                    outgoing.open(self._store, key(transfer.owner, transfer.pack), transfer.pack)
+                    outgoing.newest.write(self.plans[transfer.pack].header)
+                self._move(state, transfer, outgoing.newest if owned else None)
+                if owned:
+                    outgoing.newest.afterwards(partial(sent, transfer.tensor.name))
+                    if transfer.last:
+                        outgoing.newest.end()
+                else:
+                    sent(transfer.tensor.name)
+                unagreed += transfer.tensor.nbytes
+                if unagreed >= _AGREE_BYTES:
+                    unagreed = 0
+                    said = exchange(self._ranks, _Whole(giving_up=giving_up()))
+                    if any(each.giving_up for each in said):
+                        break
             else:
-                sent(transfer.tensor.name)
-            unagreed += transfer.tensor.nbytes
-            if unagreed >= _AGREE_BYTES:
-                unagreed = 0
-                over = any(each.giving_up for each in exchange(self._ranks, _Whole(giving_up=giving_up())))
-                if over:
-                    break
-        for _, writer in writers:
-            writer.end(abandon=over)  # does nothing where the pack has ended
-        finish(0)
-        for each in exchange(self._ranks, _Whole(mine)):
+                over = False
+        finally:
+            outgoing.close(abandon=over)
+        for each in exchange(self._ranks, _Whole(outgoing.whole)):
             whole |= each.packs
-        return failures[0] if failures else None
+        return outgoing.failure
 
     def way(self, whole: dict[int, str], key: Callable[[int, int], str]) -> Way | None:
         """To the state, once all of its packs are whole."""
@@ -167,6 +155,39 @@ class FullPacks:
                 else:
                     continue
                 writer.write(data.numpy().data)
+
+
+class _Outgoing:
+    """The packs that this rank has open, oldest first; what became of those before."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._open: deque[tuple[int, _PackWriter]] = deque()
+        self.whole: dict[int, str] = {}
+        self.failure: AsyncRLError | None = None
+
+    @property
+    def newest(self) -> _PackWriter:
+        return self._open[-1][1]
+
+    def open(self, store: ObjectStore, key: str, pack: int) -> None:
+        """Waits for: the oldest pack, where as many are open as may be."""
+        self._finish(self._most - 1)
+        self._open.append((pack, _PackWriter(store, key)))
+
+    def close(self, *, abandon: bool) -> None:
+        """Waits for: all of them. `abandon`: the newest has not come to its end, and shall not be seen."""
+        for _, writer in self._open:
+            writer.end(abandon=abandon)
+        self._finish(0)
+
+    def _finish(self, left: int) -> None:
+        while len(self._open) > left:
+            pack, writer = self._open.popleft()
+            digest = writer.result()
+            if digest is not None:
+                self.whole[pack] = digest
+            self.failure = self.failure or writer.failure
 
 
 class _PackWriter:

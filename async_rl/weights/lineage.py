@@ -16,7 +16,6 @@ seen. The rules are pure functions; the few lines that touch the store stand bel
 
 from __future__ import annotations
 
-import hashlib
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
@@ -47,7 +46,6 @@ __all__ = [
     "newest_admissible",
     "read_claims",
     "read_manifest",
-    "state_digest",
     "version_key",
 ]
 
@@ -155,23 +153,6 @@ def decide(ours: Claim, wanted: Manifest, found: Manifest) -> Verdict:
     # claim it) and a number below our first version, which was never ours to write: in doubt, the one who
     # stops is us.
     return Verdict.FENCED
-
-
-def state_digest(packs: Sequence[Pack]) -> str:
-    """SHA-256 over the packs' hashes. How tensors are cut into packs doesn't depend on the number of ranks,
-    so equal weights of a run have equal digests (as long as pack_bytes stays the same)."""
-    return hashlib.sha256("".join(pack.sha256 for pack in packs).encode()).hexdigest()
-
-
-def sealed(record: SealedRecord) -> SealedRecord:
-    """With a hash of its other fields. The weights have digests and hashes of their own; a bit that flips in a step
-    (lag is counted by it) or in a claim would go unnoticed without it."""
-    return msgspec.structs.replace(record, seal=_seal_of(record))
-
-
-def _seal_of(record: Claim | Manifest) -> str:
-    plain = msgspec.structs.replace(record, seal="")
-    return hashlib.sha256(msgspec.json.encode(plain)).hexdigest()[:16]
 
 
 # ---------------------------------------------------------------- in the store
