@@ -21,6 +21,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -97,7 +98,8 @@ class Child:
         """Kill it if it is still there."""
         self.link.close()
         if not self._forks.has_ended(self.pid):
-            self.signal(signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it has ended by itself just now
+                self.signal(signal.SIGKILL)
             self.wait()
 
 
