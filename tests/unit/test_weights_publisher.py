@@ -397,9 +397,8 @@ def test_a_parent_that_can_not_be_read_or_does_not_count_is_not_built_upon(
         first.store.put(lineage.version_key(0), b"{}")
     resumed = start(parent=0)
     if what == "zombie":  # its claim is another's now
-        first.store.put(
-            "incarnations/00000000.json", msgspec.json.encode(replace(first.claim, nonce="other"))
-        )
+        others = lineage.sealed(replace(first.claim, nonce="other"))
+        first.store.put("incarnations/00000000.json", msgspec.json.encode(others))
     resumed.publisher.publish(0)
     resumed.publisher.flush(LIMIT_S)
     assert resumed.commits[0].way.base == -1
