@@ -71,7 +71,8 @@ class Shards:
             buffer = buffers[name] = self._pool.take(name)
             if buffer.data is None:
                 buffer.data = torch.empty(local.shape, dtype=dtype, pin_memory=tensor.device.type == "cuda")
-            buffer.data.copy_(local.to(dtype), non_blocking=True)
+            # On a GPU it is rounded before it travels; here copy_ itself rounds, as `.to` does, in one pass.
+            buffer.data.copy_(local.to(dtype) if local.is_cuda else local, non_blocking=True)
         if self._on_gpu:
             torch.cuda.synchronize()  # before the optimizer may change what is still being copied
         return State(self._pool, buffers)
