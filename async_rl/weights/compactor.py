@@ -36,7 +36,7 @@ from async_rl.weights.config import WeightsConfig
 from async_rl.weights.deltas import DeltaPackWriter
 from async_rl.weights.files import disk_errors
 from async_rl.weights.gc import Found, dead_edges
-from async_rl.weights.layers import Layer, Span, aligned, open_layer, recode
+from async_rl.weights.layers import Layer, Span, aligned, open_layers, recode
 from async_rl.weights.lineage import (
     Manifest,
     Pack,
@@ -294,10 +294,8 @@ class Compactor:
         folder = self._scratch / "packs"
         with disk_errors(folder, 2 * replaces):
             folder.mkdir(parents=True, exist_ok=True)
-            layers = []
-            for way in sources:
-                self._check_stop()
-                layers.append(open_layer(self._store, self._run, way, folder, self._config))
+            layers = open_layers(self._store, self._run, sources, folder, self._config)
+            self._check_stop()
             self._check_digests(skip, layers)
             state = self._state_at(skip) if any(way.small for way in sources) else None
             way, files = self._write(skip, layers, state, folder, replaces)

@@ -22,7 +22,7 @@ from async_rl.weights.codec import TILE, encode_tile, tile_steps
 from async_rl.weights.config import WeightsConfig
 from async_rl.weights.files import disk_errors
 from async_rl.weights.gc import dead_edges
-from async_rl.weights.layers import aligned, net_steps, open_layer
+from async_rl.weights.layers import aligned, net_steps, open_layers
 from async_rl.weights.lineage import Manifest
 from async_rl.weights.plan import Path, find_path
 from async_rl.weights.replay import FlatState
@@ -140,16 +140,12 @@ def _from_deltas(
     config: WeightsConfig,
     report: Report | None,
 ) -> Iterator[Found]:
-    layers = []
-    done = 0
+    def fetched(done: int) -> None:
+        if report is not None:
+            report("deltas", done, path.nbytes)
+
     with disk_errors(folder, path.nbytes):
-        for hop in path.hops:
-            if report is not None:
-                report("deltas", done, path.nbytes)
-            layers.append(open_layer(store, run, hop.way, folder, config))
-            done += hop.way.total_bytes
-    if report is not None:
-        report("deltas", path.nbytes, path.nbytes)
+        layers = open_layers(store, run, [hop.way for hop in path.hops], folder, config, fetched)
     for span in aligned(layers):
         positions, steps = net_steps(span)
         yield Found(span.tensor, positions.astype(np.int64) + span.start, steps.astype(np.int32))

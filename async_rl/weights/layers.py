@@ -1,6 +1,6 @@
 """Deltas on this machine's disk, and what several of them, one after the other, do to the weights.
 
-    open_layer     a delta's packs: fetched, verified, their tables checked
+    open_layers    their packs: fetched, verified, their tables checked
     aligned        tiles of several layers that overlap, directly or through others, as one span of a tensor
     net_steps      what all layers together do to a span: steps add
     recode         the same as one coded tile
@@ -37,7 +37,17 @@ from async_rl.weights.fetch import Fetcher, holds
 from async_rl.weights.lineage import Pack, Way
 from async_rl.weights.run import RunInfo
 
-__all__ = ["Layer", "Piece", "Span", "aligned", "net_steps", "open_layer", "pack_tiles", "recode"]
+__all__ = [
+    "Layer",
+    "Piece",
+    "Span",
+    "aligned",
+    "net_steps",
+    "open_layer",
+    "open_layers",
+    "pack_tiles",
+    "recode",
+]
 
 Steps = tuple[np.ndarray, np.ndarray]
 """Positions in a span, uint32 [k], ascending, and steps, int16 [k]."""
@@ -80,6 +90,24 @@ class Span(NamedTuple):
         return sum(piece.tile.moved for pieces in self.layers for piece in pieces) & _MASK
 
 
+def open_layers(
+    store: ObjectStore,
+    run: RunInfo,
+    ways: Sequence[Way],
+    folder: Path,
+    config: WeightsConfig,
+    report: Callable[[int], None] = lambda done: None,
+) -> list[Layer]:
+    """Deltas' packs, fetched to `folder` (side by side) where they are not there yet, and mapped into memory.
+
+    `report` is told the bytes that arrived. Raises Corrupt naming the object, StoreErrors, OSError.
+    """
+    wanted = {pack.key: (pack, _path(folder, pack)) for way in ways for pack in way.packs}
+    missing = [(pack, path) for pack, path in wanted.values() if not holds(path, pack)]
+    Fetcher(store, config).whole(missing, report)
+    return [_mapped(store, run, way, folder) for way in ways]
+
+
 def open_layer(
     store: ObjectStore,
     run: RunInfo,
@@ -88,16 +116,18 @@ def open_layer(
     config: WeightsConfig,
     report: Callable[[int], None] = lambda done: None,
 ) -> Layer:
-    """A delta's packs, fetched to `folder` where they are not there yet, and mapped into memory.
+    """One of them."""
+    return open_layers(store, run, [way], folder, config, report)[0]
 
-    `report` is told the bytes that arrived. Raises Corrupt naming the object, StoreErrors, OSError.
-    """
-    paths = [folder / pack.key.replace("/", "-") for pack in way.packs]
-    missing = [(pack, path) for pack, path in zip(way.packs, paths, strict=True) if not holds(path, pack)]
-    Fetcher(store, config).whole(missing, report)
+
+def _path(folder: Path, pack: Pack) -> Path:
+    return folder / pack.key.replace("/", "-")
+
+
+def _mapped(store: ObjectStore, run: RunInfo, way: Way, folder: Path) -> Layer:
     pieces: dict[int, list[Piece]] = {}
-    for pack, path in zip(way.packs, paths, strict=True):
-        with path.open("rb") as file:
+    for pack in way.packs:
+        with _path(folder, pack).open("rb") as file:
             data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         what = f"{pack.key} in {store.url}"
         for tile in pack_tiles(data, pack, run, what):
