@@ -132,7 +132,7 @@ class Publisher:
         self._elements = max(1, sum(spec.nbytes for spec in run.tensors) // 2)
         self._parent = parent
         self._next = claim.first_version
-        self._newest = -1
+        self._newest = self._step = -1
         self._baseline: _Baseline | None = None
         self._pending: int | None = None  # step whose weights no version has taken yet
         self._thread: threading.Thread | None = None
@@ -160,10 +160,12 @@ class Publisher:
         merge_after_s: these weights then wait for the next `publish`, `catch_up` or `flush`. Raises the error of
         the publish before.
         """
-        if not self._settled(self._config.merge_after_s):
-            self._pending = step
-            return -1
-        return self._begin(step)
+        before, self._pending = self._pending, step
+        if self._settled(self._config.merge_after_s):
+            return self._begin(step)
+        if before is None:
+            log.info("the version before is still on its way: merging", step=step)
+        return -1
 
     def catch_up(self, step: int) -> bool:
         """Publish now what is pending, if nothing is on its way; whether something still is pending. Never waits.
@@ -233,6 +235,8 @@ class Publisher:
         if any(each.busy for each in ranks):
             return False
         self._thread = None
+        if self._pending is None and any(each.report.kind for each in ranks):
+            self._pending = self._step  # no version has these weights: whoever goes on has them published
         if error is not None:
             self._error = error if self._over else None
             raise error
@@ -243,7 +247,7 @@ class Publisher:
         state = self._shards.take()
         # A number is never used for two snapshots: the put of one that failed may have succeeded unheard.
         version, self._next = self._next, self._next + 1
-        self._newest, self._pending = version, None
+        self._newest, self._step, self._pending = version, step, None
         self._thread = threading.Thread(
             target=self._background, args=(version, step, state), name=f"publish-{version}", daemon=True
         )

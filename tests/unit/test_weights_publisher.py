@@ -476,6 +476,19 @@ def test_catching_up_raises_what_stopped_the_version_before(start: Start) -> Non
     assert trainer.publisher.publish(1) == 1
 
 
+def test_weights_of_a_version_that_was_given_up_are_pending(start: Start, tmp_path: Path) -> None:
+    """A checkpoint may swallow the error; synchronous training would then wait for them for ever."""
+    trainer = start(BRIEF)
+    trainer.publish(0)
+    trainer.store.on("put_if_absent", "versions/", raises(StoreUnavailable("no route")))
+    with pytest.raises(StoreUnavailable):
+        trainer.publish(1)
+    assert not trainer.publisher.catch_up(1)
+    trainer.publisher.flush(LIMIT_S)
+    assert [(m.version, m.step) for m in trainer.commits] == [(0, 0), (2, 1)]
+    assert equal(fetched(trainer, 2, tmp_path), trainer.rounded())
+
+
 # ---------------------------------------------------------------- anchors
 
 
