@@ -5,7 +5,7 @@
     background thread, every rank
         encode and upload       its own rows against its own baseline, nothing is gathered (changes.py)
         everyone                exchange which packs there are, with their hashes
-        rank 0                  look for a newer trainer; manifest by put_if_absent; look again
+        rank 0                  meanwhile looked for a newer trainer; manifest by put_if_absent; looks again
         everyone                exchange reports: committed, once more, or given up
         everyone                after the commit, and only then: the copy becomes the baseline
     another one, now and then   a full state of a committed version, as a further way to it (anchors.py)
@@ -28,6 +28,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 
 import msgspec
@@ -59,6 +60,10 @@ _PAUSE_S = (
 _LAST_ATTEMPT_S = (
     90.0  # an attempt begun just before the limit has the store's own retry limit (60 s) still before it
 )
+
+_FRESH_S = 2.0
+"""Rank 0 looks for a newer trainer while packs are uploaded, which saves a round trip; after a longer upload it looks
+once more. (Correctness does not hang on it: it looks again after the commit, and readers ignore a zombie's.)"""
 
 
 class _Baseline(Struct, frozen=True):
@@ -325,13 +330,7 @@ class Publisher:
         deadline = started + self._config.publish_limit_s
         pause_s = _PAUSE_S[0]
         while True:
-            failure = draft.attempt()
-            manifest = None
-            if failure is None and draft.finished is not None and self._ranks.rank == 0:
-                try:
-                    manifest = self._commit(version, step, draft.finished)
-                except AsyncRLError as error:
-                    failure = error
+            failure, manifest = self._attempt(version, step, draft)
             outcomes = exchange(
                 self._ranks,
                 _Outcome(
@@ -356,6 +355,26 @@ class Publisher:
                 log.warning("version not published yet, trying again", version=version, reason=reason)
             self._closing.wait(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, _PAUSE_S[1])
+
+    def _attempt(
+        self, version: int, step: int, draft: Draft
+    ) -> tuple[AsyncRLError | None, Manifest | None]:
+        """This rank's own failure; the manifest on rank 0, once it is committed."""
+        if self._ranks.rank != 0:
+            return draft.attempt(), None
+        with ThreadPoolExecutor(1, thread_name_prefix="look") as beside:
+            looked = time.monotonic()
+            look = beside.submit(lineage.check_not_fenced, self._store, self._claim)
+            failure = draft.attempt()
+            if failure is not None or draft.finished is None:
+                return failure, None
+            try:
+                look.result()
+                if time.monotonic() > looked + _FRESH_S:
+                    lineage.check_not_fenced(self._store, self._claim)
+                return None, self._commit(version, step, draft.finished)
+            except AsyncRLError as error:
+                return error, None
 
     def _look_at_anchors(self, manifest: Manifest, begun: bool) -> None:
         """Rank 0, once the version is announced: whether the next one shall have an anchor."""
@@ -388,7 +407,7 @@ class Publisher:
         )
 
     def _commit(self, version: int, step: int, finished: Finished) -> Manifest:
-        """The manifest as it stands in the store. Raises Fenced, StoreErrors."""
+        """After a look for newer trainers: the manifest as it stands in the store. Raises Fenced, StoreErrors."""
         wanted = Manifest(
             version=version,
             step=step,
@@ -400,7 +419,6 @@ class Publisher:
             digest=f"{finished.digest:016x}",
             created=time.time(),
         )
-        lineage.check_not_fenced(self._store, self._claim)
         manifest = self._put_manifest(lineage.sealed(wanted))
         # A claim made between the look and the put may begin at this very number: then readers ignore it.
         lineage.check_not_fenced(self._store, self._claim)
