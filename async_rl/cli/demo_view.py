@@ -135,10 +135,13 @@ class Results(Struct, frozen=True):
 
     @property
     def reward_end(self) -> float | None:
-        """Held out, of the version that the last step published; None where that was not measured."""
+        """Held out, of the run's last version; None where that was not measured. (The last step may have been
+        merged into a version that got its number after the step's line was written.)"""
         final = self.metrics.steps[-1]["version"] if self.metrics.steps else None
-        rewards = {row["eval/version"]: row["eval/reward"] for row in self.metrics.evals}
-        return rewards.get(final)
+        last = max(self.metrics.evals, key=lambda row: row["eval/version"], default=None)
+        if final is None or last is None or last["eval/version"] < final:
+            return None
+        return last["eval/reward"]
 
 
 def summary(results: Results, goal: float) -> RenderableType:

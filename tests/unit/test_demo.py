@@ -180,6 +180,14 @@ def test_a_run_that_was_not_measured_says_so():
     assert empty.reward_end is None and "not measured at version 0" in shown(summary(empty, 0.9))
 
 
+@pytest.mark.parametrize(("measured", "end"), [(1, None), (2, 0.94), (3, 0.94)])
+def test_the_end_is_the_last_measurement_unless_it_is_of_an_older_version(measured: int, end: float | None):
+    """3: the last step was merged into a version after its line was written."""
+    steps = [{"step": 2, "version": 2, "tokens": 1, "reward/mean": 0.5}]
+    evals = [{"eval/version": v, "eval/reward": r} for v, r in ((0, 0.38), (measured, 0.94))]
+    assert results(metrics=Metrics(steps, evals)).reward_end == end
+
+
 def test_the_summary_counts_deltas_but_no_empty_ones_and_no_full_versions():
     def row(kind: str, nbytes: int, changed: int | None) -> Row:
         part = None if changed is None else changed / 100
