@@ -22,7 +22,7 @@ from async_rl.cli.weights_common import (
 
 if TYPE_CHECKING:
     from async_rl.weights.check import Verified
-    from async_rl.weights.gc import Plan
+    from async_rl.weights.garbage import Plan
 
 __all__ = ["compact", "gc", "verify"]
 

@@ -34,7 +34,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="JSON on stan
 NEWEST = "newest"
 
 
-class VersionNumber(click.ParamType):
+class VersionNumber(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.3
     """A number, or `newest` (None)."""
 
     name = "version"

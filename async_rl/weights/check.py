@@ -17,7 +17,8 @@ from async_rl.errors import Corrupt, NotFound, StoreError, StoreUnavailable, Wei
 from async_rl.store.base import ObjectStore
 from async_rl.weights.codec import digest_of
 from async_rl.weights.config import WeightsConfig
-from async_rl.weights.gc import Announced, fold, read_tombstones
+from async_rl.weights.garbage import Announced, fold
+from async_rl.weights.gc import read_tombstones
 from async_rl.weights.lineage import (
     Manifest,
     Way,

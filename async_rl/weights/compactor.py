@@ -35,7 +35,8 @@ from async_rl.weights.codec import Mode
 from async_rl.weights.config import WeightsConfig
 from async_rl.weights.deltas import DeltaPackWriter
 from async_rl.weights.files import disk_errors
-from async_rl.weights.gc import Found, dead_edges
+from async_rl.weights.garbage import Found
+from async_rl.weights.gc import dead_edges
 from async_rl.weights.layers import Layer, Span, aligned, open_layers, recode
 from async_rl.weights.lineage import (
     Manifest,

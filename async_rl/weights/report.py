@@ -15,6 +15,7 @@ from async_rl.store.base import ObjectStore
 from async_rl.weights import gc
 from async_rl.weights.codec import Mode
 from async_rl.weights.deltas import Tile, check_tiles, read_table
+from async_rl.weights.garbage import PACKS, fold
 from async_rl.weights.lineage import (
     Manifest,
     Pack,
@@ -192,7 +193,7 @@ def list_rows(
     bases: dict[int, list[int]] = {}
     for edge in list_edges(store, numbers[0] - 1) if numbers else ():
         bases.setdefault(edge.version, []).append(edge.base)
-    gone = gc.fold(gc.read_tombstones(store)).versions
+    gone = fold(gc.read_tombstones(store)).versions
     weights = weights_of(run)
     rows = []
     for number, manifest in zip(numbers, found, strict=True):
@@ -243,7 +244,7 @@ def show(store: ObjectStore, run: RunInfo, manifest: Manifest, base: int | None 
     `base` (-1: a full one). Reads tables only. Raises WeightsError, Corrupt, StoreErrors."""
     version = manifest.version
     dead = gc.dead_edges(store)
-    announced = gc.fold(gc.read_tombstones(store))
+    announced = fold(gc.read_tombstones(store))
     ways: list[tuple[WayTo, Way]] = [
         (
             _way_to(manifest.way, "own", f"versions/{version:010}.json", version in announced.versions),
@@ -356,19 +357,19 @@ def _by_tensor(run: RunInfo, way: Way, tables: Sequence[Sequence[Tile]]) -> list
 def usage(store: ObjectStore, run: RunInfo, report: Report | None = None) -> Usage:
     """Objects and bytes by kind. Raises StoreErrors, Corrupt."""
     facts = gc.look(store, report)
-    announced = gc.fold(facts.tombstones)
+    announced = fold(facts.tombstones)
     kinds: dict[str, str] = {}
     for way in facts.ways:
         if not way.counts:
             kind = "of replaced trainers"
-        elif way.base == gc.NOTHING:
+        elif way.base == NOTHING:
             kind = "anchors" if way.key else "full versions"
         else:
             kind = "skip deltas" if way.key else "deltas"
         kinds.update(dict.fromkeys(way.packs, kind))
     sums: dict[str, list[int]] = {kind: [0, 0] for kind in _KINDS}
     for info in store.list_after(""):
-        if info.key.startswith(gc.PACKS):
+        if info.key.startswith(PACKS):
             kind = kinds.get(info.key, "of no version")
             if info.key in announced.keys:
                 kind = "announced as garbage"

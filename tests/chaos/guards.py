@@ -202,9 +202,9 @@ def _fence() -> None:
 
 def _kept_paths() -> None:
     """That garbage collection keeps whole paths."""
-    from async_rl.weights import gc
+    from async_rl.weights import garbage
 
-    gc._Planner._keep_paths = lambda self, usable, dropped, keep_versions: False
+    garbage._Planner._keep_paths = lambda self, usable, dropped, keep_versions: False
 
 
 GUARDS: dict[str, Callable[[], None]] = {

@@ -11,7 +11,8 @@ import pytest
 from async_rl.errors import Corrupt, StoreUnavailable
 from async_rl.weights.compactor import Compactor, Skip, branch, cheapest_source, skips_wanted
 from async_rl.weights.config import WeightsConfig
-from async_rl.weights.gc import Tombstone, tombstone_key
+from async_rl.weights.garbage import Tombstone
+from async_rl.weights.gc import tombstone_key
 from async_rl.weights.layers import Piece, aligned, net_steps, open_layer, recode
 from async_rl.weights.lineage import Manifest
 from async_rl.weights.plan import NOTHING, Hop

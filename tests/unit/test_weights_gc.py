@@ -7,10 +7,12 @@ import contextlib
 import msgspec
 import pytest
 
-from async_rl.errors import Corrupt, NotFound
+from async_rl.errors import AlreadyExists, Corrupt, NotFound
+from async_rl.store.base import ObjectInfo
 from async_rl.weights import gc, lineage
 from async_rl.weights.config import WeightsConfig
-from async_rl.weights.gc import Facts, Found, Reachable, Tombstone, collect, dead_edges, plan
+from async_rl.weights.garbage import Facts, Found, Plan, Reachable, Tombstone, fold, pack_group, plan
+from async_rl.weights.gc import collect, dead_edges
 from async_rl.weights.plan import find_path
 from async_rl.weights.readers import ReaderBeat, drop_beat, write_beat
 from async_rl.weights.subscriber import Subscriber
@@ -26,7 +28,7 @@ def way(base: int, version: int, nbytes: int = 10, *, key: str = "", counts: boo
 
 
 def facts(*ways: Reachable, **fields: object) -> Facts:
-    infos = {key: gc.ObjectInfo(key, each.nbytes, 0.0) for each in ways for key in each.packs}
+    infos = {key: ObjectInfo(key, each.nbytes, 0.0) for each in ways for key in each.packs}
     newest = max((each.version for each in ways if each.counts), default=-1)
     values: dict[str, object] = {"now": 1000.0, "newest": newest, "ways": ways, "packs": infos, **fields}
     return Facts(**values)  # type: ignore[arg-type]
@@ -37,7 +39,7 @@ def chain(count: int) -> list[Reachable]:
     return [way(-1, 0, 100), *(way(n - 1, n) for n in range(1, count))]
 
 
-def dropped(planned: gc.Plan) -> set[tuple[int, int]]:
+def dropped(planned: Plan) -> set[tuple[int, int]]:
     return {each.way.edge for each in planned.drop}
 
 
@@ -145,7 +147,7 @@ def test_packs_of_a_publish_on_its_way_are_not_touched():
     on_the_way = "packs/0000000009-00000000-0-0"
     old = "packs/0000000005-00000000-7-0"
     known = facts(*chain(9))
-    infos = {**known.packs, **{key: gc.ObjectInfo(key, 5, 0.0) for key in (on_the_way, old)}}
+    infos = {**known.packs, **{key: ObjectInfo(key, 5, 0.0) for key in (on_the_way, old)}}
     planned = plan(msgspec.structs.replace(known, packs=infos), keep_versions=1, grace_s=10)
     assert [each.key for each in planned.doomed] == [old]
     assert planned.doomed[0].reason == "of no version"
@@ -154,13 +156,13 @@ def test_packs_of_a_publish_on_its_way_are_not_touched():
 def test_packs_that_still_arrive_keep_their_older_brothers():
     first, last = "packs/0000000005-00000000-anchor-0", "packs/0000000005-00000000-anchor-1"
     known = facts(*chain(9))
-    infos = {**known.packs, first: gc.ObjectInfo(first, 5, 0.0), last: gc.ObjectInfo(last, 5, 999.0)}
+    infos = {**known.packs, first: ObjectInfo(first, 5, 0.0), last: ObjectInfo(last, 5, 999.0)}
     assert not plan(msgspec.structs.replace(known, packs=infos), keep_versions=1, grace_s=10).doomed
 
 
 def test_keys_that_are_nobodys_are_left_alone():
     known = facts(*chain(9))
-    infos = {**known.packs, "packs/readme.txt": gc.ObjectInfo("packs/readme.txt", 5, 0.0)}
+    infos = {**known.packs, "packs/readme.txt": ObjectInfo("packs/readme.txt", 5, 0.0)}
     assert not plan(msgspec.structs.replace(known, packs=infos), keep_versions=1, grace_s=10).doomed
 
 
@@ -182,7 +184,7 @@ def test_nothing_is_given_up_while_a_newest_version_can_not_be_reached():
 def test_packs_of_an_unreadable_record_stay():
     known = facts(*chain(10), unreadable=frozenset({4}))
     key = "packs/0000000004-00000000-9-0"
-    infos = {**known.packs, key: gc.ObjectInfo(key, 5, 0.0)}
+    infos = {**known.packs, key: ObjectInfo(key, 5, 0.0)}
     assert not plan(msgspec.structs.replace(known, packs=infos), keep_versions=2, grace_s=10).doomed
 
 
@@ -201,7 +203,7 @@ def test_what_was_announced_is_swept_after_the_grace_and_not_before():
     for grace_s, swept in ((99.0, True), (101.0, False)):
         planned = plan(facts(*ways, tombstones=(announced(2, 3),)), keep_versions=2, grace_s=grace_s)
         first, second = (planned.sweep, planned.waiting) if swept else (planned.waiting, planned.sweep)
-        assert [gc.pack_group(each.key)[0] for each in first] == [2, 3]
+        assert [pack_group(each.key)[0] for each in first] == [2, 3]
         assert not second
         assert (1, 2) not in dropped(planned), "it is not announced twice"
 
@@ -212,7 +214,7 @@ def test_a_reader_that_came_alive_rescues_its_way():
     planned = plan(known, keep_versions=2, grace_s=10)
     assert {each.way.edge for each in planned.rescued} >= {(5, 6), (6, 7), (7, 8)}
     assert "packs/0000000007-00000000-0-0" not in {each.key for each in planned.sweep}
-    after = gc.fold([*known.tombstones, Found(planned.tombstone(1, 0.0), 1000.0)])
+    after = fold([*known.tombstones, Found(planned.tombstone(1, 0.0), 1000.0)])
     assert (6, 7) not in after.edges
     assert "packs/0000000007-00000000-0-0" not in after.keys
 
@@ -390,7 +392,7 @@ def test_of_two_collectors_the_second_sees_what_the_first_announced(tmp_path):
 def test_our_own_retried_announcement_is_carried_out(tmp_path):
     history = run_of(tmp_path)
     store = ScriptedStore(history.store)
-    store.on("put_if_absent", "gc/", raises(gc.AlreadyExists("retried")), lost_answer=True)
+    store.on("put_if_absent", "gc/", raises(AlreadyExists("retried")), lost_answer=True)
     assert collect(store, CONFIG).doomed
     assert len(gc.read_tombstones(history.store)) == 1
 
