@@ -159,8 +159,7 @@ def _read(
     for index in range(len(lengths)):
         end = first + lengths[index]
         if lengths[index] and forms[index] != IN_PLANES:
-            table = frequencies[index * SYMBOLS : (index + 1) * SYMBOLS]
-            at = get_symbols(symbols[first:end], table, states, data, at)
+            at = get_symbols(symbols, first, end, frequencies, index * SYMBOLS, states, data, at)
             if at < 0:
                 return BAD
         first = end
@@ -171,7 +170,7 @@ def _read(
     for index in range(len(lengths)):
         end = first + lengths[index]
         if lengths[index] and forms[index] == AS_SYMBOLS:
-            at = unfold(symbols[first:end], data, at, values[first:end])
+            at = unfold(symbols, first, end, data, at, values)
             if at < 0:
                 return BAD
         first = end

@@ -100,18 +100,20 @@ def fold(values: np.ndarray, symbols: np.ndarray, counts: np.ndarray, low: np.nd
 
 
 @helper
-def unfold(symbols: np.ndarray, data: np.ndarray, at: int, values: np.ndarray) -> int:
-    """The inverse; the byte after the open bits, or BAD."""
+def unfold(
+    symbols: np.ndarray, first: int, stop: int, data: np.ndarray, at: int, values: np.ndarray
+) -> int:
+    """The inverse, for [first, stop) of both; the byte after the open bits, or BAD."""
     largest = np.uint8(0)
-    for i in range(len(symbols)):
+    for i in range(first, stop):
         largest = max(largest, symbols[i])
     if largest < 8:
-        for i in range(len(symbols)):
+        for i in range(first, stop):
             values[i] = symbols[i]
         return at
     at *= 8
     end = len(data)
-    for i in range(len(symbols)):
+    for i in range(first, stop):
         symbol = int64(symbols[uint64(i)])
         bits = low_bits_of(symbol)
         byte = at >> 3
@@ -181,22 +183,30 @@ def _get(x: int, entry: int, data: np.ndarray, at: int) -> tuple[int, int]:
 
 @helper
 def get_symbols(
-    symbols: np.ndarray, frequencies: np.ndarray, states: np.ndarray, data: np.ndarray, at: int
+    symbols: np.ndarray,
+    first: int,
+    stop: int,
+    frequencies: np.ndarray,
+    table_at: int,
+    states: np.ndarray,
+    data: np.ndarray,
+    at: int,
 ) -> int:
-    """The inverse of put_symbols, for words that begin at byte `at` of `data`, and frequencies that add up to TOTAL.
+    """The inverse of put_symbols, for symbols [first, stop), words that begin at byte `at` of `data`, and frequencies
+    that stand from `table_at` on and add up to TOTAL.
     The byte after the last word read, or BAD."""
     table = np.empty(TOTAL, np.uint32)  # symbol | frequency - 1 << 7 | rank << 19
     slot = 0
     for symbol in range(SYMBOLS):
-        for rank in range(frequencies[symbol]):
-            table[slot] = symbol | ((frequencies[symbol] - 1) << 7) | (rank << 19)
+        for rank in range(frequencies[table_at + symbol]):
+            table[slot] = symbol | ((frequencies[table_at + symbol] - 1) << 7) | (rank << 19)
             slot += 1
     end = len(data)
     turns = len(states) - 1
-    i = 0
+    i = first
     if turns:
         x0, x1, x2, x3 = states[0], states[1], states[2], states[3]
-        while i + 4 <= len(symbols) and at + 8 <= end:
+        while i + 4 <= stop and at + 8 <= end:
             a, b = int64(table[x0 & 0xFFF]), int64(table[x1 & 0xFFF])
             c, d = int64(table[x2 & 0xFFF]), int64(table[x3 & 0xFFF])
             symbols[uint64(i)], symbols[uint64(i + 1)] = a & 127, b & 127
@@ -207,8 +217,8 @@ def get_symbols(
             x3, at = _get(x3, d, data, at)
             i += 4
         states[0], states[1], states[2], states[3] = x0, x1, x2, x3
-    while i < len(symbols):
-        x = states[i & turns]
+    while i < stop:
+        x = states[(i - first) & turns]
         entry = int64(table[x & 0xFFF])
         symbols[i] = entry & 127
         x = (((entry >> 7) & 0xFFF) + 1) * (x >> TOTAL_BITS) + (entry >> 19)
@@ -217,6 +227,6 @@ def get_symbols(
                 return BAD
             x = (x << 16) | load_u16(data, at)
             at += 2
-        states[i & turns] = x
+        states[(i - first) & turns] = x
         i += 1
     return at

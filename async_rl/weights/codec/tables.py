@@ -20,7 +20,17 @@ from typing import Any
 
 import numpy as np
 
-from async_rl.weights.codec.jit import I64, I64_IN, I64_OUT, U8_OUT, helper, int64, kernel, uint64
+from async_rl.weights.codec.jit import (
+    I64,
+    I64_IN,
+    I64_OUT,
+    U8_OUT,
+    helper,
+    high_bit,
+    int64,
+    kernel,
+    uint64,
+)
 from async_rl.weights.codec.rans import BAD, SYMBOLS, TOTAL, TOTAL_BITS, low_bits_of, lowest_of, symbol_of
 
 __all__ = ["AS_SYMBOLS", "IN_LIST", "IN_PLANES", "TABLE_BITS", "get_tables", "put_form", "put_table"]
@@ -39,40 +49,45 @@ _FALLING_BITS = 1024  # of coded symbols: with more, a table pays
 
 @helper
 def _put(value: int, size: int, bits: np.ndarray, at: int) -> int:
-    for i in range(size):
-        bits[at + i] = (value >> i) & 1
-    return at + size
+    for _ in range(size):
+        bits[at] = value & 1
+        value >>= 1
+        at += 1
+    return at
 
 
 @helper
 def _get(data: np.ndarray, at: int, size: int) -> int:
-    """Bits of bytes; zeros past the end."""
+    """Up to 17 bits of bytes; zeros past the end."""
+    byte = at >> 3
     value = 0
-    for i in range(size):
-        byte = (at + i) >> 3
-        if byte < len(data):
-            value |= ((int64(data[byte]) >> ((at + i) & 7)) & 1) << i
-    return value
+    if byte < len(data):
+        value = int64(data[byte])
+    if byte + 1 < len(data):
+        value |= int64(data[byte + 1]) << 8
+    if byte + 2 < len(data):
+        value |= int64(data[byte + 2]) << 16
+    return (value >> (at & 7)) & ((1 << size) - 1)
 
 
 @helper
-def _fit(frequencies: np.ndarray) -> None:
+def _fit(frequencies: np.ndarray, first: int) -> None:
     """Scales to a sum of TOTAL; what is not 0 stays above it."""
     total = 0
     for symbol in range(SYMBOLS):
-        total += frequencies[symbol]
+        total += frequencies[first + symbol]
     rest = TOTAL
     for symbol in range(SYMBOLS):
-        if frequencies[symbol]:
-            frequencies[symbol] = max(1, frequencies[symbol] * TOTAL // total)
-            rest -= frequencies[symbol]
+        if frequencies[first + symbol]:
+            frequencies[first + symbol] = max(1, frequencies[first + symbol] * TOTAL // total)
+            rest -= frequencies[first + symbol]
     while rest:  # at most SYMBOLS too few or too many, and the largest is far above what is taken from it
         largest = 0
         for symbol in range(SYMBOLS):
-            if frequencies[symbol] > frequencies[largest]:
+            if frequencies[first + symbol] > frequencies[first + largest]:
                 largest = symbol
-        change = max(rest, -(frequencies[largest] >> 2))
-        frequencies[largest] += change
+        change = max(rest, -(frequencies[first + largest] >> 2))
+        frequencies[first + largest] += change
         rest -= change
 
 
@@ -105,29 +120,35 @@ def _power(base: Any, exponent: int) -> Any:
 
 
 @helper
-def _geometric(code: int, span: int, frequencies: np.ndarray) -> None:
-    """Of gaps where each of `span` elements changes with a probability of (8 + code % 8) * 2^(code // 8 - 32)."""
+def _make(
+    kind: int, code: int, last: int, span: int, levels: np.ndarray, frequencies: np.ndarray, first: int
+) -> None:
+    """A table of any kind. One function, called in few places: every call is compiled anew."""
+    # Geometric: each of `span` elements changes with a probability of (8 + code % 8) * 2^(code // 8 - 32).
     stay = uint64((1 << 32) - ((8 + (code & 7)) << (code >> 3)))
-    last = symbol_of(max(span - 1, 0))
     before = uint64(1 << 32)
+    if kind == _GEOMETRIC:
+        last = symbol_of(max(span - 1, 0))
+    falling = 1 << 20
     for symbol in range(SYMBOLS):
-        frequencies[symbol] = 0
-        if symbol <= last:
+        frequency = 0
+        if kind == _EXPLICIT:
+            level = levels[symbol]
+            frequency = lowest_of(level) + ((1 << low_bits_of(level)) >> 1)
+        elif kind == _SINGLE:
+            frequency = int64(symbol == last)
+        elif symbol > last:
+            frequency = 0
+        elif kind == _GEOMETRIC:
             after = _power(stay, lowest_of(symbol + 1)) if symbol < last else uint64(0)
-            frequencies[symbol] = max(1, int64((before - after) >> uint64(12)))
+            frequency = max(1, int64((before - after) >> uint64(12)))
             before = after
-    _fit(frequencies)
-
-
-@helper
-def _fall(ratio: int, last: int, frequencies: np.ndarray) -> None:
-    """Every second symbol ratio / 16 as frequent as the one before."""
-    frequency = 1 << 20
-    for symbol in range(SYMBOLS):
-        frequencies[symbol] = max(1, frequency) if symbol <= last else 0
-        if symbol & 1:
-            frequency = (frequency * ratio) >> 4
-    _fit(frequencies)
+        else:  # every second symbol code / 16 as frequent as the one before
+            frequency = max(1, falling)
+            if symbol & 1:
+                falling = (falling * code) >> 4
+        frequencies[first + symbol] = frequency
+    _fit(frequencies, first)
 
 
 @helper
@@ -138,23 +159,20 @@ def _zigzag(value: int) -> int:
 @helper
 def _put_levels(levels: np.ndarray, size: int, bits: np.ndarray, at: int) -> int:
     """The first `size` of them; the bit after."""
-    best, best_size = 0, 1 << 30
-    for low in range(4):
-        needed, before = 0, 0
-        for symbol in range(size):
-            needed += (_zigzag(levels[symbol] - before) >> low) + 1 + low
-            before = levels[symbol]
-        if needed < best_size:
-            best, best_size = low, needed
-    at = _put((size - 1) | (best << 7), 9, bits, at)
+    total = before = 0
+    for symbol in range(size):
+        total += _zigzag(levels[symbol] - before)
+        before = levels[symbol]
+    low = min(high_bit(max(11 * total // (8 * size), 1)), 3)  # about log2 of the mean
+    at = _put((size - 1) | (low << 7), 9, bits, at)
     before = 0
     for symbol in range(size):
         difference = _zigzag(levels[symbol] - before)
         before = levels[symbol]
-        for _ in range(difference >> best):
+        for _ in range(difference >> low):
             bits[at] = 1
             at += 1
-        at = _put(difference & ((1 << best) - 1), best, bits, at + 1)
+        at = _put(difference & ((1 << low) - 1), low, bits, at + 1)
     return at
 
 
@@ -171,48 +189,77 @@ def put_table(counts: np.ndarray, span: int, frequencies: np.ndarray, bits: np.n
     after. `span`: gaps are counted, among so many elements; 0: anything else."""
     total = last = used = 0
     for symbol in range(SYMBOLS):
-        frequencies[symbol] = 0
         if counts[symbol]:
             total += counts[symbol]
             last = symbol
             used += 1
-    if used == 1:
-        frequencies[last] = TOTAL
-        return _put(_SINGLE | (last << 2), 9, bits, at)
-
     levels = np.zeros(SYMBOLS, np.int64)
     for symbol in range(SYMBOLS):
         if counts[symbol]:
             levels[symbol] = symbol_of(max(1, (counts[symbol] * TOTAL + total // 2) // total))
-            frequencies[symbol] = _level_frequency(levels[symbol])
-    _fit(frequencies)
-    explicit_bits = _cost(counts, frequencies)
-    end = _put_levels(levels, last + 1, bits, _put(_EXPLICIT, 2, bits, at))
+    # The candidates: 0 explicit, then one that is geometric, or 15 that fall; then the best once more.
+    chance = min(total / (span + 1.0), 0.9) * 2.0**32
+    octave = max(int64(math.log2(chance)) - 3, 0)
+    geometric = (octave << 3) + min(max(int64(chance / 2.0**octave + 0.5) - 8, 0), 7)
+    best, best_bits = 0, math.inf
+    end = at
+    candidates = 2 if span else 16
+    for trial in range(candidates + 1):
+        number = best if trial == candidates else trial
+        kind, code = _FALLING, number
+        if used == 1:
+            kind = _SINGLE
+        elif number == 0:
+            kind = _EXPLICIT
+        elif span:
+            kind, code = _GEOMETRIC, geometric
+        _make(kind, code, last, span, levels, frequencies, 0)
+        if trial == candidates:
+            if kind == _SINGLE:
+                end = _put(kind | (last << 2), 9, bits, at)
+            elif kind == _GEOMETRIC:
+                end = _put(kind | (code << 2), 10, bits, at)
+            elif kind == _FALLING:
+                end = _put(kind | (code << 2) | (last << 6), 13, bits, at)
+            break
+        if used == 1:
+            continue
+        cost = _cost(counts, frequencies) + 13
+        if number == 0:
+            end = _put_levels(levels, last + 1, bits, _put(_EXPLICIT, 2, bits, at))
+            cost += end - at - 13
+            if span == 0 and cost > _FALLING_BITS:
+                return end
+        if cost < best_bits:
+            best, best_bits = number, cost
+        if trial + 1 == candidates and best:
+            for bit in range(at, end):
+                bits[bit] = 0
+    return end
 
-    model = np.zeros(SYMBOLS, np.int64)
-    best, best_bits = 0, explicit_bits + (end - at)
-    if span:
-        chance = min(total / (span + 1.0), 0.9) * 2.0**32
-        octave = max(int64(math.log2(chance)) - 3, 0)
-        code = (octave << 3) + min(max(int64(chance / 2.0**octave + 0.5) - 8, 0), 7)
-        _geometric(code, span, model)
-        if _cost(counts, model) + 10 < best_bits:
-            best = _GEOMETRIC | (code << 2)
-    elif explicit_bits < _FALLING_BITS:
-        for ratio in range(1, 16):
-            _fall(ratio, last, model)
-            model_bits = _cost(counts, model) + 13
-            if model_bits < best_bits:
-                best, best_bits = _FALLING | (ratio << 2) | (last << 6), model_bits
-    if best == 0:
-        return end
-    for bit in range(at, end):
-        bits[bit] = 0
-    if best & 3 == _GEOMETRIC:
-        _geometric(best >> 2, span, frequencies)
-        return _put(best, 10, bits, at)
-    _fall((best >> 2) & 15, last, frequencies)
-    return _put(best, 13, bits, at)
+
+@helper
+def _get_levels(data: np.ndarray, at: int, size: int, low: int, levels: np.ndarray) -> int:
+    """The bit after, or BAD."""
+    for symbol in range(SYMBOLS):
+        levels[symbol] = 0
+    level = symbol = difference = 0
+    while symbol < size:
+        if _get(data, at, 1):
+            at += 1
+            difference += 1
+            if difference > 2 * _LEVELS:
+                return BAD
+            continue
+        difference = (difference << low) | _get(data, at + 1, low)
+        at += 1 + low
+        level += (difference >> 1) ^ -(difference & 1)
+        if level < 0 or level >= _LEVELS:
+            return BAD
+        levels[symbol] = level
+        symbol += 1
+        difference = 0
+    return at if level else BAD  # the last symbol is always used
 
 
 @helper
@@ -226,51 +273,33 @@ def get_tables(
 ) -> int:
     """The tables, [sequences * SYMBOLS], and forms of all sequences that are not empty, from bit `at` of `data`. The
     bit after, or BAD."""
+    levels = np.zeros(SYMBOLS, np.int64)
     for index in range(len(lengths)):
-        mine = frequencies[index * SYMBOLS : (index + 1) * SYMBOLS]
-        for symbol in range(SYMBOLS):
-            mine[symbol] = 0
+        forms[index] = AS_SYMBOLS
         if lengths[index] == 0:
             continue
-        forms[index] = AS_SYMBOLS
-        kind = _get(data, at, 2)
-        if kind == _SINGLE and _get(data, at + 2, 7) >= IN_LIST:
-            forms[index] = _get(data, at + 2, 7)
+        fixed = _get(data, at, 13)
+        if fixed & 3 == _SINGLE and (fixed >> 2) & 127 >= IN_LIST:
+            forms[index] = (fixed >> 2) & 127
             at += 9
             if forms[index] == IN_PLANES:
                 continue
-            kind = _get(data, at, 2)
-        at += 2
+            fixed = _get(data, at, 13)
+        kind = fixed & 3
+        code, last = 0, (fixed >> 2) & 127
         if kind == _SINGLE:
-            mine[_get(data, at, 7)] = TOTAL
-            at += 7
+            at += 9
         elif kind == _GEOMETRIC:
-            code = _get(data, at, 8)
-            at += 8
+            code = (fixed >> 2) & 255
+            at += 10
             if code >= _CODES or spans[index] < 1:
                 return BAD
-            _geometric(code, spans[index], mine)
         elif kind == _FALLING:
-            _fall(_get(data, at, 4), _get(data, at + 4, 7), mine)
-            at += 11
+            code, last = (fixed >> 2) & 15, (fixed >> 6) & 127
+            at += 13
         else:
-            size, low = _get(data, at, 7), _get(data, at + 7, 2)
-            at += 9
-            level = 0
-            for symbol in range(size + 1):
-                difference = 0
-                while _get(data, at, 1):
-                    difference += 1
-                    at += 1
-                    if difference > 2 * _LEVELS:
-                        return BAD
-                difference = (difference << low) | _get(data, at + 1, low)
-                at += 1 + low
-                level += (difference >> 1) ^ -(difference & 1)
-                if level < 0 or level >= _LEVELS:
-                    return BAD
-                mine[symbol] = _level_frequency(level)
-            if level == 0:
-                return BAD  # the last symbol is always used
-            _fit(mine)
+            at = _get_levels(data, at + 11, last + 1, (fixed >> 9) & 3, levels)
+            if at < 0:
+                return BAD
+        _make(kind, code, last, spans[index], levels, frequencies, index * SYMBOLS)
     return at
