@@ -141,7 +141,7 @@ class Results(Struct, frozen=True):
         last = max(self.metrics.evals, key=lambda row: row["eval/version"], default=None)
         if final is None or last is None or last["eval/version"] < final:
             return None
-        return last["eval/reward"]
+        return float(last["eval/reward"])
 
 
 def summary(results: Results, goal: float) -> RenderableType:

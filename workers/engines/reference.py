@@ -109,7 +109,9 @@ class ReferenceEngine:
         except Exception as error:
             raise EngineError(f"the model in {model_dir} can't be loaded: {error}") from error
         for tensor in (*model.parameters(), *model.buffers()):
-            tensor.data = tensor.data.clone()  # from_pretrained maps the files, and the next delta changes them
+            tensor.data = (
+                tensor.data.clone()
+            )  # from_pretrained maps the files, and the next delta changes them
         if sum(parameter.numel() for parameter in model.parameters()) < ONE_THREAD_BELOW:
             torch.set_num_threads(1)  # of the engine's thread, in which all of this runs
         return model.to(device).eval().requires_grad_(False)
