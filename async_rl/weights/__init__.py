@@ -20,7 +20,7 @@ packs.py       full packs: how a state is cut into safetensors objects, and whic
 deltas.py      delta packs: tiles and their table
 ways.py        further ways to a version: skip deltas, anchors
 compactor.py   writes skip deltas; layers.py and replay.py read deltas for it and for the commands
-gc.py          what nobody needs any more
+garbage.py     what nobody needs any more (pure); gc.py announces and removes it
 
 the reader (no torch)
 subscriber.py  find, fetch, make a Hugging Face folder
