@@ -9,6 +9,9 @@ from hypothesis import strategies as st
 
 from async_rl.errors import Corrupt
 from async_rl.weights.codec import Mode, apply_planes, apply_tile, encode_planes, tile_steps
+from async_rl.weights.codec.contexts import _get_levels
+from async_rl.weights.codec.numbers import pack, put_varint
+from async_rl.weights.codec.rans import BAD
 from tests.unit.test_codec import changes, coded_by
 
 quick = settings(max_examples=150, deadline=None)
@@ -86,6 +89,43 @@ def test_a_tile_for_another_count_of_elements_is_refused_or_stays_inside(mode, p
 def test_a_small_tile_on_another_base_is_refused_or_stays_inside(pair, other):
     if not np.array_equal(*pair):
         apply_guarded(Mode.SMALL, coded_by(Mode.SMALL, *pair), other[0])
+
+
+def numbers_of(*values):
+    return np.array(values, np.uint32)
+
+
+@pytest.mark.parametrize(
+    ("mode", "data"),
+    [
+        (Mode.STEPS, put_varint(1) + pack([(numbers_of(100), 200), (numbers_of(0), 0)])),
+        (Mode.STEPS, put_varint(2) + pack([(numbers_of(98, 1), 200), (numbers_of(0, 0), 0)])),
+        (Mode.STEPS, put_varint(1) + pack([(numbers_of(5), 200), (numbers_of(0xFFFF), 0)])),
+        (
+            Mode.STEPS,
+            put_varint(101) + pack([(np.zeros(101, np.uint32), 200), (np.zeros(101, np.uint32), 0)]),
+        ),
+        (Mode.DENSE, put_varint(1) + pack([(numbers_of(*[0] * 99, 0x10000), 0)])),
+        (Mode.DENSE, put_varint(2) + pack([(numbers_of(*[0] * 99, 1), 0)])),
+    ],
+    ids=[
+        "first gap",
+        "second gap",
+        "a step of 0",
+        "too many",
+        "a step too large",
+        "another number of changes",
+    ],
+)
+def test_well_formed_bytes_with_impossible_numbers_are_refused(mode, data):
+    assert apply_guarded(mode, data, np.zeros(100, np.uint16)) is None
+
+
+@pytest.mark.parametrize("shown", [(2 * 60,), (1,), (2 * 59, 2)])
+def test_levels_beyond_the_largest_weight_are_refused(shown):
+    levels = np.zeros(256, np.int64)
+    assert _get_levels(numbers_of(2 * 59), 100, levels) == 0
+    assert _get_levels(numbers_of(*shown), 100, levels) == BAD
 
 
 @pytest.mark.parametrize("mode", [0, 4, 255])
