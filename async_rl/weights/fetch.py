@@ -1,8 +1,8 @@
 """Packs from the store to files: parallel ranged gets, each straight into its place, and no file under its final name
 whose hash was not verified.
 
-    missing packs ─► parts, fetch_parallel at a time ─► the thread that brought the last part of a pack hashes it
-                                                                        └─► renamed to its final name
+    missing packs ─► parts, fetch_parallel at a time ─► each in its place in a file, and hashed in order
+                                                             └─► the last one: renamed to its final name
 
 Memory: fetch_parallel parts.
 """
@@ -15,7 +15,6 @@ import uuid
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import NamedTuple
 
 from async_rl.errors import (
     AccessDenied,
@@ -53,11 +52,45 @@ class BadPack(Corrupt):
         self.key = key
 
 
-class _Whole(NamedTuple):
-    pack: Pack
-    path: Path
-    part: Path
-    left: list[None]  # an entry for every part that has not arrived
+class _Whole:
+    """A pack on its way. It is hashed in order while it arrives, by one of the threads that bring its parts: from
+    memory where a part comes in its turn, from the file where it came early."""
+
+    def __init__(self, pack: Pack, path: Path, part_bytes: int) -> None:
+        self.pack, self.path = pack, path
+        self.part = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.part")
+        self._part_bytes = part_bytes
+        self._lock = threading.Lock()
+        self._sha256 = hashlib.sha256()
+        self._hashed = 0
+        self._early: set[int] = set()  # parts (where they start) that are in the file, not yet hashed
+        self._hashing = False
+
+    def arrived(self, start: int, data: bytes) -> bool:
+        """A part is in the file. Whether the whole pack is there now, and hashed (said to one thread only)."""
+        with self._lock:
+            self._early.add(start)
+            if self._hashing:
+                return False  # the other one sees to it
+            self._hashing = True
+        while True:
+            with self._lock:
+                at = self._hashed
+                if at not in self._early:
+                    self._hashing = False
+                    return at == self.pack.size
+                self._early.remove(at)
+            length = min(self._part_bytes, self.pack.size - at)
+            if at != start:
+                with self.part.open("rb") as file:
+                    file.seek(at)
+                    data = file.read(length)
+            self._sha256.update(data)
+            self._hashed = at + length
+
+    @property
+    def right(self) -> bool:
+        return self._sha256.hexdigest() == self.pack.sha256
 
 
 class Fetcher:
@@ -83,11 +116,10 @@ class Fetcher:
         try:
             for pack, path in wanted:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                part = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.part")
                 starts = range(0, pack.size, size)
-                each = _Whole(pack, path, part, [None] * len(starts))
+                each = _Whole(pack, path, size)
                 begun.append(each)
-                with part.open("wb") as file:
+                with each.part.open("wb") as file:
                     file.truncate(pack.size)
                 jobs += [lambda each=each, start=start: self._bring(each, start) for start in starts]  # type: ignore[misc]
                 if not starts:
@@ -162,18 +194,16 @@ class Fetcher:
 
     def _bring(self, each: _Whole, start: int) -> int:
         length = min(self._config.fetch_part_bytes, each.pack.size - start)
-        write_at(each.part, start, self._range(each.pack, start, length))
-        with self._lock:
-            each.left.pop()
-            last = not each.left
-        if last:
+        data = self._range(each.pack, start, length)
+        write_at(each.part, start, data)
+        if each.arrived(start, data):
             self._finish(each)
         return length
 
     def _finish(self, each: _Whole) -> int:
         """All parts are there: verify, once more after a second fetch."""
         pack = each.pack
-        if sha256_of(each.part) != pack.sha256:
+        if not each.right:
             log.warning("a pack's bytes differ from their hash, fetching it again", key=pack.key)
             for start in range(0, pack.size, self._config.fetch_part_bytes):
                 length = min(self._config.fetch_part_bytes, pack.size - start)
