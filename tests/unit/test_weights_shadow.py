@@ -183,14 +183,28 @@ def test_packs_whose_table_has_another_place_or_hash_are_refused(bucket: Branche
 
 def test_a_state_of_another_digest_is_not_served_though_every_hash_is_right(bucket: Branches) -> None:
     reader = bucket.at(4)
-    wrong = bucket.delta(bucket.changed(0.3, seed=9), digest="0123456789abcdef")
+    bucket.full(bucket.random(5), digest="0123456789abcdef")
+    with pytest.raises(Corrupt, match="should have the digest 0123456789abcdef"):
+        reader.fetch(bucket.manifests[5])
+    assert list(reader.needed_versions) == [4], "the one before is still there"
+    wrong = bucket.delta(bucket.changed(0.3, 9, bucket.states[4]), base=4, digest="0123456789abcdef")
     with pytest.raises(Corrupt, match="should have the digest 0123456789abcdef"):
         reader.fetch(wrong)
     assert reader.needed_versions == ()
-    bucket.full(bucket.random(5), digest="0123456789abcdef")
-    with pytest.raises(Corrupt, match="should have the digest 0123456789abcdef"):
-        reader.fetch(bucket.manifests[6])
     bucket.exact(reader.fetch(bucket.full(bucket.random(6))))
+
+
+def test_after_an_error_in_the_middle_of_an_apply_the_same_reader_starts_from_nothing(
+    bucket: Branches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = bucket.at(3)
+    with monkeypatch.context() as patch:
+        patch.setattr(shadow, "apply_tile", lambda *_: raises(MemoryError("no memory"))())
+        with pytest.raises(MemoryError):
+            reader.fetch(bucket.manifests[4])
+    local = reader.fetch(bucket.manifests[4])
+    bucket.exact(local)
+    assert local.path.startswith("from nothing")
 
 
 def test_damage_to_the_shadow_is_found_when_a_delta_touches_it_and_mended_from_an_anchor(
@@ -238,9 +252,11 @@ def test_a_restart_takes_over_what_is_exactly_the_version_it_says_and_nothing_el
         held.write_bytes(b"{")
     elif fault == "torn":
         held.unlink()
-    local = bucket.reader().fetch(bucket.manifests[4])
+    reader = bucket.reader()
+    local = reader.fetch(bucket.manifests[3])
     bucket.exact(local)
     assert local.path.startswith("from version 3" if fault == "none" else "from nothing")
+    bucket.exact(reader.fetch(bucket.manifests[4]))
 
 
 def test_a_shadow_that_says_it_is_another_version_is_not_believed(bucket: Branches) -> None:
