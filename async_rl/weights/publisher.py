@@ -336,7 +336,7 @@ class Publisher:
                 _Outcome(
                     Report() if failure is None else Report.of(failure),
                     manifest.version if manifest else -1,
-                    self._anchor_wanted and not self._anchor_writer.busy,
+                    self._anchor_wanted,
                     time.monotonic() > deadline or self._closing.is_set(),
                 ),
             )

@@ -337,19 +337,19 @@ def test_a_delta_given_up_that_stands_in_the_store_all_the_same_harms_nothing(
     assert equal(fetched(trainer, 2, tmp_path), trainer.rounded())
 
 
+@pytest.mark.parametrize("pack", range(len(SHAPES)))
 def test_an_attempt_that_fails_half_way_keeps_the_delta_packs_that_are_whole(
-    start: Start, tmp_path: Path
+    start: Start, tmp_path: Path, pack: int
 ) -> None:
     trainer = start()
     trainer.publish(0)
     trainer.store.calls.clear()
-    trainer.store.on(
-        "upload", "packs/0000000001-00000000-0-2", raises(StoreUnavailable("no route")), times=2
-    )
+    failing = f"packs/0000000001-00000000-0-{pack}"
+    trainer.store.on("upload", failing, raises(StoreUnavailable("no route")), times=2)
     manifest = trainer.publish(1)
     uploads = [key for operation, key in trainer.store.calls if operation == "upload"]
     assert len(manifest.way.packs) == len(SHAPES)
-    assert sorted(uploads) == sorted([pack.key for pack in manifest.way.packs] + 2 * [uploads[2]])
+    assert sorted(uploads) == sorted([pack.key for pack in manifest.way.packs] + 2 * [failing])
     assert equal(fetched(trainer, 1, tmp_path), trainer.rounded())
 
 
@@ -499,6 +499,10 @@ def anchor_ended(trainer: Trainer) -> None:
     assert not thread.is_alive()
 
 
+def holders(trainer: Trainer, name: str) -> int:
+    return sum(buffer.holders for buffer in trainer.publisher._shards._pool._all[name])
+
+
 def test_an_anchor_holds_its_version_while_deltas_go_on(start: Start, tmp_path: Path) -> None:
     trainer = start(ANCHORS)
     trainer.publish(0)
@@ -601,6 +605,10 @@ def test_a_baseline_that_was_damaged_in_memory_makes_no_anchor(start: Start) -> 
     trainer.publisher.flush(LIMIT_S)
     anchor_ended(trainer)
     assert list(list_edges(trainer.store)) == []
+    trainer.publish(3)
+    assert [holders(trainer, name) for name in SHAPES] == [1] * len(
+        SHAPES
+    )  # the baseline's; the anchor gave up its
 
 
 # ---------------------------------------------------------------- a store that fails
