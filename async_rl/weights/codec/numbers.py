@@ -36,6 +36,9 @@ IN_TURNS = 2048
 OPEN_FROM = 64
 """Bytes of open bits, beyond two bits a number, from which other forms are tried."""
 
+SAMPLE = 1 << 13
+"""Numbers that tell whether to try."""
+
 PLANES_GAIN = 1.005
 """Planes may be a little longer: they are read five times as fast."""
 
@@ -85,21 +88,30 @@ def _in_another_form(
     if values.max() > 0xFFFF:
         return AS_SYMBOLS, symbols, counts, b""
     bytes_now = open_bytes + _entropy_bytes(counts)
-    times = np.bincount(values)
-    different = np.flatnonzero(times)
-    if len(different) <= IN_LIST:
+    sample = values[:: len(values) // SAMPLE + 1]
+    if len(np.unique(sample)) <= IN_LIST:
+        times = np.bincount(values)
+        different = np.flatnonzero(times)
         listed = np.zeros(SYMBOLS, np.int64)
-        listed[: len(different)] = times[different]
-        if _entropy_bytes(listed) + 4 * len(different) < bytes_now:
+        listed[: min(len(different), SYMBOLS)] = times[different[:SYMBOLS]]
+        if len(different) <= IN_LIST and _entropy_bytes(listed) + 4 * len(different) < bytes_now:
             places = np.zeros(len(times), np.uint8)
             places[different] = np.arange(len(different))
             ascending = b"".join(map(put_varint, np.diff(different, prepend=0).tolist()))
             return IN_LIST, places[values], listed, put_varint(len(different)) + ascending
-    both = values.astype("<u2").view(np.uint8).reshape(-1, 2).T.tobytes()
-    planes = zstandard.ZstdCompressor(level=1).compress(both)
-    if len(planes) <= PLANES_GAIN * bytes_now:
-        return IN_PLANES, symbols, counts, put_varint(len(planes)) + planes
+    most = PLANES_GAIN * bytes_now
+    if len(_planes(sample)) * len(values) <= most * len(sample) * 1.04:  # a short frame is a little longer
+        planes = _planes(values)
+        if len(planes) <= most:
+            return IN_PLANES, symbols, counts, put_varint(len(planes)) + planes
     return AS_SYMBOLS, symbols, counts, b""
+
+
+def _planes(values: np.ndarray) -> bytes:
+    both = np.empty(2 * len(values), np.uint8)
+    both[: len(values)] = values & 0xFF
+    both[len(values) :] = values >> 8
+    return zstandard.ZstdCompressor(level=1).compress(both.data)
 
 
 def _entropy_bytes(counts: np.ndarray) -> float:
