@@ -197,9 +197,12 @@ def test_a_state_of_another_digest_is_not_served_though_every_hash_is_right(buck
 def test_after_an_error_in_the_middle_of_an_apply_the_same_reader_starts_from_nothing(
     bucket: Branches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def full(*_: object) -> object:
+        raise MemoryError("no memory")
+
     reader = bucket.at(3)
     with monkeypatch.context() as patch:
-        patch.setattr(shadow, "apply_tile", lambda *_: raises(MemoryError("no memory"))())
+        patch.setattr(shadow, "apply_tile", full)
         with pytest.raises(MemoryError):
             reader.fetch(bucket.manifests[4])
     local = reader.fetch(bucket.manifests[4])
