@@ -19,8 +19,10 @@ from async_rl.store.base import ObjectStore
 from async_rl.weights.config import WeightsConfig
 from async_rl.weights.drafts import state_digest
 from async_rl.weights.full import FullPacks
+from async_rl.weights.garbage import Found
+from async_rl.weights.gc import dead_edges
 from async_rl.weights.lineage import Manifest
-from async_rl.weights.plan import find_path
+from async_rl.weights.plan import Path, find_path
 from async_rl.weights.ranks import Ranks
 from async_rl.weights.run import RunInfo
 from async_rl.weights.shards import Shards, State
@@ -75,6 +77,7 @@ class Anchors:
         self._fulls = 0
         # Skips begin at multiples of their spans: an anchor there is followed by skips, not by single deltas.
         self._every = min(config.skip_spans, default=8)
+        self._tombstones: dict[int, Found] = {}
         self._spent_at: dict[int, int] = {}  # version of an anchor on its way -> spent before it
 
     def committed(self, manifest: Manifest) -> None:
@@ -109,7 +112,7 @@ class Anchors:
             return due(
                 manifest.version - self._newest,
                 Spent(self._spent, self._total, self._fulls),
-                lambda: find_path(self._store, manifest, None).nbytes,
+                lambda: self._path(manifest).nbytes,
                 self._full_bytes,
                 self._config,
             )
@@ -117,10 +120,14 @@ class Anchors:
             log.warning("what the path costs can't be told", version=manifest.version, reason=error.message)
             return ""
 
+    def _path(self, manifest: Manifest) -> Path:
+        """From nothing, as a worker that joins now would go."""
+        return find_path(self._store, manifest, None, avoid=dead_edges(self._store, self._tombstones))
+
     def _begin(self, manifest: Manifest) -> None:
         """A trainer that goes on from its parent: the path to it tells."""
         try:
-            path = find_path(self._store, manifest, None)
+            path = self._path(manifest)
         except (StoreError, WeightsError) as error:
             log.warning("the newest anchor can't be found", version=manifest.version, reason=error.message)
             return

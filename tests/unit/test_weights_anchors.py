@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
-from async_rl.weights.anchors import Spent, due
+from async_rl.weights.anchors import Anchors, Spent, due
 from async_rl.weights.config import WeightsConfig
+from async_rl.weights.garbage import Tombstone
+from async_rl.weights.gc import GC
+from async_rl.weights.lineage import read_manifest
+from tests.weights_support import History
 
 FULL = 1000
 CONFIG = WeightsConfig(anchor_every=100, anchor_cost=0.2)
@@ -31,3 +36,20 @@ def test_an_anchor_that_the_deltas_have_not_earned_is_not_written(spent):
 
 def test_after_anchor_every_versions_an_anchor_is_due_whatever_it_costs():
     assert due(100, Spent(0, 0, 5), never, FULL, CONFIG)
+
+
+def test_what_garbage_collection_has_announced_is_on_no_path_that_is_reckoned_with(tmp_path):
+    """A worker that joins can't go that way, so the trainer must not think it could."""
+    history = History(tmp_path)
+    history.full(history.random())
+    for _ in range(4):
+        newest = history.delta(history.changed(0.5))
+    history.anchor(2)
+    config = WeightsConfig(skip_spans=(5,), anchor_cost=1e-9)
+    anchors = Anchors(history.store, config, full_bytes=1)
+    for version in range(newest.version + 1):
+        anchors.committed(read_manifest(history.store, version))
+    short = anchors.due(newest)
+    tombstone = Tombstone(0, edges=((2, 3),))
+    history.store.put(f"{GC}{0:08}.json", msgspec.json.encode(tombstone))
+    assert short and not anchors.due(newest)  # no path is left that could be too long
