@@ -351,6 +351,15 @@ def test_a_damaged_tile_among_those_needed_is_found_by_its_hash(wide: History, t
         reader.fetch(wide.manifests[1])
 
 
+def test_a_tile_that_is_needed_only_in_part_is_refused(wide: History, tmp_path: Path) -> None:
+    """Where nobody holds what lies beside it, what it must do to the digest can't be told."""
+    reader = Subscriber(wide.store, wide.run, tmp_path / "cache", WeightsConfig(), {"a.weight": (0, 10)})
+    reader.fetch(wide.manifests[2])
+    wide.tile = TILE // 2 + 1000
+    with pytest.raises(Corrupt, match="crosses a multiple of the tile size"):
+        reader.fetch(wide.delta(wide.changed(0.001, 3)))
+
+
 def test_needs_that_the_run_does_not_have_are_refused(bucket: Bucket) -> None:
     with pytest.raises(ValueError, match="no elements 0 to 99"):
         bucket.reader(needs={"norm.weight": (0, 99)})
@@ -427,7 +436,7 @@ def test_closing_ends_a_fetch_of_another_thread(bucket: Bucket) -> None:
         arrived.set()
         assert go.wait(10)
 
-    bucket.store.on("get", manifest.way.packs[0].key, hang)
+    bucket.store.on("get", "packs/", hang, times=99)
     errors: list[str] = []
 
     def fetch() -> None:
