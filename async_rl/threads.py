@@ -1,14 +1,15 @@
-"""Blocking calls beside an event loop, in threads that never keep a process from ending."""
+"""Blocking calls in threads that never keep a process from ending: awaited, or asked for now and then."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
-__all__ = ["in_daemon_thread"]
+__all__ = ["Lookout", "in_daemon_thread"]
 
 T = TypeVar("T")
 
@@ -36,3 +37,37 @@ async def in_daemon_thread(function: Callable[..., T], *args: Any) -> T:
 
     threading.Thread(target=run, name=getattr(function, "__name__", "work"), daemon=True).start()
     return await done
+
+
+class Lookout(Generic[T]):
+    """For a loop that wants to know something now and then, and must not wait for it (a store may be away for
+    minutes): the question is asked in a daemon thread, one at a time."""
+
+    def __init__(self, question: Callable[[], T], every_s: float) -> None:
+        self._question, self._every_s = question, every_s
+        self._asked = time.monotonic()
+        self._thread: threading.Thread | None = None
+        self._outcome: tuple[T | None, Exception | None] = (None, None)
+
+    def answer(self) -> T | None:
+        """The answer that has arrived since the last call, or None; raises what the question raised. Asks
+        again every `every_s`. Returns at once."""
+        if self._thread is not None:
+            if self._thread.is_alive():
+                return None
+            self._thread = None
+            found, error = self._outcome
+            if error is not None:
+                raise error
+            return found
+        if time.monotonic() - self._asked >= self._every_s:
+            self._asked = time.monotonic()
+            self._thread = threading.Thread(target=self._ask, name="lookout", daemon=True)
+            self._thread.start()
+        return None
+
+    def _ask(self) -> None:
+        try:
+            self._outcome = (self._question(), None)
+        except Exception as error:  # noqa: BLE001  (raised by the next `answer`)
+            self._outcome = (None, error)

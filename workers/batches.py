@@ -33,6 +33,7 @@ from async_rl.errors import (
 )
 from async_rl.log import get_logger
 from async_rl.store.base import ObjectStore
+from async_rl.threads import Lookout
 from async_rl.transport.link import TrainerLink
 from async_rl.weights.lineage import read_manifest
 from async_rl.weights.ranks import Report
@@ -122,7 +123,7 @@ class BatchFeed:
         no publish that would find out."""
         self._group, self._link, self._store, self._lineage = group, link, store, lineage
         self._incarnation, self._limit_s, self._stopping = incarnation, limit_s, stopping
-        self._check_ours, self._checked = check_ours, time.monotonic()
+        self._ours = Lookout(check_ours, _CHECK_S)
         self._catch_up = catch_up
         self._told: set[int] = set()  # versions all ranks know
 
@@ -171,11 +172,8 @@ class BatchFeed:
             return _Told(failure=Report.of(error))
 
     def _still_ours(self) -> _Told:
-        if time.monotonic() - self._checked < _CHECK_S:
-            return _Told()
-        self._checked = time.monotonic()
         try:
-            self._check_ours()
+            self._ours.answer()
         except StoreError as error:  # the store's word is missing, not against us
             log.debug("could not look for a newer trainer", reason=error.message)
         except AsyncRLError as error:

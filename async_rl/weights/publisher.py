@@ -38,6 +38,7 @@ from msgspec import Struct
 from async_rl.errors import AlreadyExists, AsyncRLError, Fenced, StoreUnavailable, WaitTimeout, WeightsError
 from async_rl.log import get_logger
 from async_rl.store.base import ObjectStore
+from async_rl.threads import Lookout
 from async_rl.weights import lineage
 from async_rl.weights.anchors import Anchors, AnchorWriter
 from async_rl.weights.changes import ChangedPacks, warm_up
@@ -46,6 +47,7 @@ from async_rl.weights.drafts import DeltaDraft, Draft, Finished, WholeDraft
 from async_rl.weights.full import FullPacks
 from async_rl.weights.lineage import Claim, Manifest, Verdict
 from async_rl.weights.ranks import RankLost, Ranks, Report, exchange, open_ranks, raise_first
+from async_rl.weights.readers import newest_lack
 from async_rl.weights.run import RunInfo
 from async_rl.weights.shards import Shards, State
 
@@ -64,6 +66,9 @@ _LAST_ATTEMPT_S = (
 _FRESH_S = 2.0
 """Rank 0 looks for a newer trainer while packs are uploaded, which saves a round trip; after a longer upload it looks
 once more. (Correctness does not hang on it: it looks again after the commit, and readers ignore a zombie's.)"""
+
+_LOOK_AT_READERS_S = 10.0
+"""While a batch is awaited: whether readers are stuck. Some small requests."""
 
 
 class _Baseline(Struct, frozen=True):
@@ -88,6 +93,7 @@ class _Standing(Struct, frozen=True):
 
     busy: bool
     report: Report = Report()
+    rescue: bool = False  # readers are stuck: they need an anchor of the baseline's version (rank 0's word)
 
 
 class Publisher:
@@ -139,6 +145,9 @@ class Publisher:
         self._next = claim.first_version
         self._newest = self._step = -1
         self._baseline: _Baseline | None = None
+        self._stuck = Lookout(lambda: newest_lack(store), _LOOK_AT_READERS_S)
+        self._rescue = False
+        self._rescued = -1  # readers that lack a version up to this one have been helped
         self._pending: int | None = None  # step whose weights no version has taken yet
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -178,8 +187,17 @@ class Publisher:
         For the trainer's wait for a batch: where admission waits for newer weights and the trainer for a batch,
         nobody else would ever publish them. `step`: optimizer steps in the weights as they are now. Raises the
         error of the publish before.
+
+        It also helps readers whose last way was lost with an object of the bucket: while they are stuck, no
+        batch may come, without a batch there is no new version, and so no anchor that would set them free.
         """
-        settled = self._settled(0.0)
+        settled = self._settled(0.0, rescue=self._readers_stuck())
+        if settled and self._rescue and self._baseline is not None:
+            self._rescued = self._baseline.version
+            if self._ranks.rank == 0:
+                log.warning("readers find no whole way: writing an anchor", version=self._rescued)
+                self._anchors.started(self._rescued)
+            self._anchor_writer.start(self._rescued, self._baseline.digest, self._baseline.state.share())
         if self._pending is None:
             return False
         if settled:
@@ -228,15 +246,27 @@ class Publisher:
 
     # ------------------------------------------------------------ foreground
 
-    def _settled(self, limit_s: float) -> bool:
+    def _readers_stuck(self) -> bool:
+        """Rank 0: whether a reader says that it lacks a way which an anchor of our newest version would be."""
+        if self._ranks.rank or self._baseline is None or self._anchor_writer.busy:
+            return False
+        try:
+            lack = self._stuck.answer()
+        except AsyncRLError as error:
+            log.debug("could not look whether readers are stuck", reason=error.message)
+            return False
+        return lack is not None and self._rescued < lack <= self._baseline.version
+
+    def _settled(self, limit_s: float, rescue: bool = False) -> bool:
         """Collective. Waits up to `limit_s` for the version on its way; whether none is any more, on any rank.
         Raises on every rank what stopped it on any."""
         if self._thread is not None:
             self._thread.join(limit_s)
         busy = self._thread is not None and self._thread.is_alive()
         error = None if busy else self._error
-        standing = _Standing(busy, Report() if error is None else _report_of(error))
+        standing = _Standing(busy, Report() if error is None else _report_of(error), rescue)
         ranks = [standing] if self._closing.is_set() else exchange(self._front, standing)
+        self._rescue = ranks[0].rescue
         if any(each.busy for each in ranks):
             return False
         self._thread = None

@@ -19,7 +19,7 @@ from async_rl.errors import NotFound
 from async_rl.log import get_logger
 from async_rl.store.base import ObjectStore
 
-__all__ = ["ReaderBeat", "drop_beat", "live_readers", "store_now", "write_beat"]
+__all__ = ["ReaderBeat", "drop_beat", "live_readers", "newest_lack", "store_now", "write_beat"]
 
 log = get_logger(__name__)
 
@@ -61,6 +61,11 @@ def live_readers(store: ObjectStore) -> list[ReaderBeat]:
         if now - info.modified < beat.expires_s:
             live.append(beat)
     return live
+
+
+def newest_lack(store: ObjectStore) -> int:
+    """The newest version to which a live reader found no whole way; -1: none is stuck."""
+    return max((beat.lacks for beat in live_readers(store)), default=-1)
 
 
 def store_now(store: ObjectStore) -> float:

@@ -15,7 +15,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from async_rl.errors import AccessDenied, Fenced, ModelMismatch, StoreUnavailable, WaitTimeout, WeightsError
+from async_rl.errors import (
+    AccessDenied,
+    Corrupt,
+    Fenced,
+    ModelMismatch,
+    StoreUnavailable,
+    WaitTimeout,
+    WeightsError,
+)
 from async_rl.store import ObjectStore
 from async_rl.store.file import FileStore
 from async_rl.weights import lineage
@@ -25,6 +33,7 @@ from async_rl.weights.config import WeightsConfig
 from async_rl.weights.lineage import Manifest, Way, claim, read_manifest
 from async_rl.weights.publisher import Publisher
 from async_rl.weights.ranks import Report
+from async_rl.weights.readers import ReaderBeat, write_beat
 from async_rl.weights.run import RunInfo, ensure_run
 from async_rl.weights.shards import Part
 from async_rl.weights.subscriber import Subscriber
@@ -487,6 +496,48 @@ def test_weights_of_a_version_that_was_given_up_are_pending(start: Start, tmp_pa
     trainer.publisher.flush(LIMIT_S)
     assert [(m.version, m.step) for m in trainer.commits] == [(0, 0), (2, 1)]
     assert equal(fetched(trainer, 2, tmp_path), trainer.rounded())
+
+
+def test_readers_whose_only_way_was_lost_get_an_anchor_though_no_version_follows(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A delta is damaged for good. The reader stays behind it, so no batch comes, so no version, so no anchor."""
+    monkeypatch.setattr("async_rl.weights.publisher._LOOK_AT_READERS_S", 0.0)
+    trainer = start(SMALL)
+    trainer.publish(0)
+    with closing(Subscriber(trainer.store, trainer.run, tmp_path / "cache", SMALL)) as reader:
+        reader.fetch(trainer.commits[0])
+        trainer.step()
+        trainer.publish(1)
+        trainer.store.delete(trainer.commits[1].way.packs[0].key)
+        with pytest.raises(Corrupt):
+            reader.fetch(trainer.commits[1])
+        write_beat(trainer.store, ReaderBeat("w1", (0,), 60.0, reader.lacks))
+        anchored = until_anchored(trainer)
+        assert anchored == [1]
+        reader.fetch(trainer.commits[1])
+    assert equal(fetched(trainer, 1, tmp_path), trainer.rounded())
+    write_beat(trainer.store, ReaderBeat("w1", (0,), 60.0, lacks=7))  # of no version of ours
+    trainer.store.calls.clear()
+    for _ in range(20):
+        trainer.publisher.catch_up(1)
+        looked = trainer.publisher._stuck._thread
+        if looked is not None:
+            looked.join(LIMIT_S)
+    assert trainer.store.calls and not trainer.publisher._anchor_writer.busy
+    assert until_anchored(trainer) == [1]
+
+
+def until_anchored(trainer: Trainer) -> list[int]:
+    """Versions with an anchor, after catching up until there is one."""
+    pause = threading.Event()
+    for _ in range(400):
+        trainer.publisher.catch_up(1)
+        found = [edge.version for edge in list_edges(trainer.store) if edge.base < 0]
+        if found and not trainer.publisher._anchor_writer.busy:
+            return found
+        pause.wait(LIMIT_S / 400)
+    raise AssertionError(f"no anchor within {LIMIT_S} s")
 
 
 # ---------------------------------------------------------------- anchors
