@@ -17,7 +17,7 @@ import torch
 
 from async_rl.errors import AsyncRLError, StoreUnavailable
 from async_rl.store import ObjectStore, StoreConfig, open_store
-from async_rl.weights import anchors, gc, lineage
+from async_rl.weights import gc, lineage
 from async_rl.weights.compactor import Compactor
 from async_rl.weights.config import WeightsConfig
 from async_rl.weights.lineage import Manifest
@@ -33,7 +33,6 @@ LIMIT_S = 30.0
 
 
 def main(link: Link, args: dict[str, Any]) -> None:
-    anchors._LOOK_EVERY = 1  # a look costs nothing here, and lives are short
     points = Points(args["target"], link.tell, stop=args["stop"])
     guards.remove(args["without"])
     points.watch_requests(args["url"].removeprefix("s3://").partition("/")[2], ("PUT", "POST", "DELETE"))
