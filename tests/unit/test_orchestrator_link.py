@@ -299,7 +299,11 @@ def test_lag_shows_trainer_and_workers(running, link):
     Worker(running.address)
     link.attach(attach())
     link.next_batch(1, 0, LIMIT_S)
-    link.published(1, 1, 1)
+    link.published(1, 1, 1)  # never waits; what is asked over another connection may arrive before it
+    with StatusLink(running.address) as watcher:
+        deadline = time.monotonic() + LIMIT_S
+        while watcher.ask(LIMIT_S).newest_version < 1:
+            assert time.monotonic() < deadline
     shown = CliRunner().invoke(command, ["--orchestrator", running.address])
     assert shown.exit_code == 0, shown.output
     for text in ("run", "step 1", "newest version", "p50 0", "limit 0", "w1", "serving", "buffered"):
