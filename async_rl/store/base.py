@@ -12,7 +12,10 @@ from typing import Annotated, Protocol
 
 from msgspec import Meta, Struct
 
-__all__ = ["Capabilities", "ObjectInfo", "ObjectStore", "StoreConfig", "Upload"]
+__all__ = ["BLOCK_BYTES", "Capabilities", "ObjectInfo", "ObjectStore", "StoreConfig", "Upload"]
+
+BLOCK_BYTES = 256 << 10
+"""Of `stream`: half of a core's second-level cache, and some hundred system calls per second at full speed."""
 
 Positive = Annotated[float, Meta(gt=0)]
 
@@ -89,6 +92,12 @@ class ObjectStore(Protocol):
 
     def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
         """`length` bytes from `start`, or all that follow. Raises NotFound. A short answer is an error."""
+        ...
+
+    def stream(self, key: str, start: int, length: int) -> Iterator[bytes]:
+        """The same bytes, block by block and each once: what breaks off goes on where it broke. The blocks are small
+        enough that who hashes and writes them finds them in the processor's cache. Raises what `get` raises, at the
+        block where it shows."""
         ...
 
     def head(self, key: str) -> ObjectInfo:

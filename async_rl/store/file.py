@@ -8,6 +8,7 @@ removes.
 
 from __future__ import annotations
 
+import io
 import os
 import stat
 import time
@@ -19,7 +20,7 @@ from types import TracebackType
 from urllib.parse import quote, unquote
 
 from async_rl.errors import AccessDenied, AlreadyExists, ConfigError, NotFound, StoreError, StoreUnavailable
-from async_rl.store.base import Capabilities, ObjectInfo
+from async_rl.store.base import BLOCK_BYTES, Capabilities, ObjectInfo
 from async_rl.store.keys import check_key, check_prefix, check_range, past_the_end
 
 __all__ = ["FileStore"]
@@ -50,6 +51,19 @@ class FileStore:
             upload.commit()
 
     def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+        with self._opened(key, start, length) as (file, wanted):
+            file.seek(start)
+            return _read_exactly(file.fileno(), wanted, self.path(key))
+
+    def stream(self, key: str, start: int, length: int) -> Iterator[bytes]:
+        with self._opened(key, start, length) as (file, wanted):
+            file.seek(start)
+            for done in range(0, wanted, BLOCK_BYTES):
+                yield _read_exactly(file.fileno(), min(BLOCK_BYTES, wanted - done), self.path(key))
+
+    @contextmanager
+    def _opened(self, key: str, start: int, length: int | None) -> Iterator[tuple[io.FileIO, int]]:
+        """The object's file, and how many bytes are wanted of it."""
         check_range(start, length)
         path = self.path(key)
         with mapped(f"read {path}"), path.open("rb", buffering=0) as file:
@@ -59,8 +73,7 @@ class FileStore:
             wanted = status.st_size - start if length is None else length
             if start + wanted > status.st_size or wanted < 0:
                 raise past_the_end(str(path), status.st_size, start, length)
-            file.seek(start)
-            return _read_exactly(file.fileno(), wanted, path)
+            yield file, wanted
 
     def head(self, key: str) -> ObjectInfo:
         path = self.path(key)

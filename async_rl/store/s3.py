@@ -24,7 +24,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 
 from async_rl.errors import AlreadyExists, ConfigError, NotFound, StoreError
 from async_rl.log import get_logger
-from async_rl.store.base import Capabilities, ObjectInfo, StoreConfig
+from async_rl.store.base import BLOCK_BYTES, Capabilities, ObjectInfo, StoreConfig
 from async_rl.store.keys import (
     check_key,
     check_prefix,
@@ -120,8 +120,36 @@ class S3Store:
             data = b""
         return data
 
+    def stream(self, key: str, start: int, length: int) -> Iterator[bytes]:
+        check_range(start, length)
+        name = self._name(key)
+        reading = _Reading(lambda at: self._open(key, at, start + length - at), start, start + length)
+        try:
+            while reading.at < reading.end:
+                block = self._call(f"read {name}", reading.block)
+                if not block:
+                    raise past_the_end(name, self.head(key).size, start, length)
+                yield block
+        finally:
+            reading.close()
+
     def _get(self, key: str, start: int, length: int | None) -> bytes | None:
         """One attempt; None where the range starts at the object's end or after it."""
+        opened = self._open(key, start, length)
+        if opened is None:
+            return None
+        body, expected = opened
+        try:
+            data: bytes = body.read()
+        finally:
+            body.close()
+        if len(data) != expected:
+            raise ShortBody(f"{len(data)} bytes came of {expected}")
+        return data
+
+    def _open(self, key: str, start: int, length: int | None) -> tuple[Any, int] | None:
+        """The answer's body and how many bytes it should have; None where the range starts at the object's end or
+        after it."""
         end = "" if length is None else start + length - 1
         ranged = {"Range": f"bytes={start}-{end}"} if start or length is not None else {}
         try:
@@ -141,12 +169,10 @@ class S3Store:
             expected = size - start if length is None else length
             if start + expected > size:
                 raise past_the_end(self._name(key), size, start, length)
-            data: bytes = body.read()
-        finally:
+        except BaseException:
             body.close()
-        if len(data) != expected:
-            raise ShortBody(f"{len(data)} bytes came of {expected}")
-        return data
+            raise
+        return body, expected
 
     def head(self, key: str) -> ObjectInfo:
         doing = f"look at {self._name(key)}"
@@ -248,6 +274,37 @@ class S3Store:
 
     def _name(self, key: str) -> str:
         return f"{self.url}/{key}"
+
+
+class _Reading:
+    """A range of an object, block by block. After a failure the next block comes over a new connection."""
+
+    def __init__(self, open_at: Callable[[int], tuple[Any, int] | None], start: int, end: int) -> None:
+        """`open_at`: byte in the object -> the body from there to `end`."""
+        self._open_at, self.at, self.end = open_at, start, end
+        self._body: Any = None
+
+    def block(self) -> bytes:
+        """The next one; empty where the object ends before the range does."""
+        try:
+            if self._body is None:
+                opened = self._open_at(self.at)
+                if opened is None:
+                    return b""
+                self._body = opened[0]
+            data: bytes = self._body.read(min(BLOCK_BYTES, self.end - self.at))
+            if not data:
+                raise ShortBody(f"the answer ended {self.end - self.at} bytes before the range")
+        except BaseException:
+            self.close()
+            raise
+        self.at += len(data)
+        return data
+
+    def close(self) -> None:
+        if self._body is not None:
+            self._body.close()
+            self._body = None
 
 
 def parse_url(url: str) -> tuple[str, str]:

@@ -29,7 +29,7 @@ class WeightsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     fetch_parallel: Annotated[int, Meta(ge=1, le=256)] = 8
     """Ranged gets in flight. One S3 connection gives 50 to 100 MB/s: eight fill a 5 Gbit/s link."""
     fetch_part_bytes: Annotated[int, Meta(ge=1)] = 16 << 20
-    """Bytes per ranged get: AWS advises 8 to 16 MB. Extra memory of a fetch: this times fetch_parallel."""
+    """Bytes per ranged get: AWS advises 8 to 16 MB. They never are in memory all at once."""
 
     codec: Literal["default", "small"] = "default"
     """default: deltas near the entropy of the change, readable without the weights, so that they can be composed.

@@ -1,10 +1,11 @@
 """Packs from the store to files: parallel ranged gets, each straight into its place, and no file under its final name
 whose hash was not verified.
 
-    missing packs ─► parts, fetch_parallel at a time ─► each in its place in a file, and hashed in order
+    missing packs ─► parts, fetch_parallel at a time ─► block by block: into its place in a file, and hashed in order
                                                              └─► the last one: renamed to its final name
 
-Memory: fetch_parallel parts.
+A thread keeps to one pack as long as it can: the parts of a pack then come in their order, and a block is received,
+hashed and written while it is in the processor's cache. Memory: fetch_parallel blocks.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from __future__ import annotations
 import hashlib
 import threading
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 
@@ -26,7 +28,7 @@ from async_rl.errors import (
     WeightsError,
 )
 from async_rl.log import get_logger
-from async_rl.store.base import ObjectStore
+from async_rl.store.base import BLOCK_BYTES, ObjectStore
 from async_rl.weights.config import WeightsConfig
 from async_rl.weights.deltas import Tile, check_tiles, read_table, tile_hash
 from async_rl.weights.files import part_file, sha256_of, write_at
@@ -53,12 +55,15 @@ class BadPack(Corrupt):
 
 
 class _Whole:
-    """A pack on its way. It is hashed in order while it arrives, by one of the threads that bring its parts: from
-    memory where a part comes in its turn, from the file where it came early."""
+    """A pack on its way. It is hashed in order while it arrives, by the threads that bring its parts: from memory
+    where a part comes in its turn, from the file where it came early."""
 
     def __init__(self, pack: Pack, path: Path, part_bytes: int) -> None:
         self.pack, self.path = pack, path
         self.part = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.part")
+        self.starts = deque(range(0, pack.size, part_bytes) or [0])
+        """Where the parts that nobody has begun to bring begin."""
+        self.begun = False
         self._part_bytes = part_bytes
         self._lock = threading.Lock()
         self._sha256 = hashlib.sha256()
@@ -66,13 +71,32 @@ class _Whole:
         self._early: set[int] = set()  # parts (where they start) that are in the file, not yet hashed
         self._hashing = False
 
-    def arrived(self, start: int, data: bytes) -> bool:
-        """A part is in the file. Whether the whole pack is there now, and hashed (said to one thread only)."""
+    def length(self, start: int) -> int:
+        """Of the part there."""
+        return min(self._part_bytes, self.pack.size - start)
+
+    def bring(self, start: int, blocks: Iterable[tuple[int, bytes]]) -> bool:
+        """Put a part, in blocks and with their places, into the file. Whether the whole pack is there now, and hashed
+        (said to one thread only)."""
         with self._lock:
-            self._early.add(start)
-            if self._hashing:
-                return False  # the other one sees to it
-            self._hashing = True
+            in_turn = start == self._hashed and not self._hashing
+            self._hashing |= in_turn
+        for at, block in blocks:
+            write_at(self.part, at, block)
+            if in_turn:
+                self._sha256.update(block)
+        with self._lock:
+            if in_turn:
+                self._hashed += self.length(start)
+            else:
+                self._early.add(start)
+                if self._hashing:
+                    return False  # the other one sees to it
+                self._hashing = True
+        return self._hash_early()
+
+    def _hash_early(self) -> bool:
+        """Hash the parts that follow and are in the file; whether that was the last one. By one thread at a time."""
         while True:
             with self._lock:
                 at = self._hashed
@@ -80,17 +104,38 @@ class _Whole:
                     self._hashing = False
                     return at == self.pack.size
                 self._early.remove(at)
-            length = min(self._part_bytes, self.pack.size - at)
-            if at != start:
-                with self.part.open("rb") as file:
-                    file.seek(at)
-                    data = file.read(length)
-            self._sha256.update(data)
-            self._hashed = at + length
+            end = at + self.length(at)
+            with self.part.open("rb", buffering=0) as file:
+                file.seek(at)
+                while at < end and (block := file.read(min(BLOCK_BYTES, end - at))):
+                    self._sha256.update(block)
+                    at += len(block)
+            self._hashed = end
 
     @property
     def right(self) -> bool:
         return self._sha256.hexdigest() == self.pack.sha256
+
+
+class Turns:
+    """Which part a thread brings next: the next one of the pack it brought one of last; else the first of a pack that
+    nobody has begun; else it helps with the pack of which most is left. Thread-safe."""
+
+    def __init__(self, packs: Sequence[_Whole]) -> None:
+        self._packs = packs
+        self._lock = threading.Lock()
+        self._mine: dict[int, _Whole] = {}  # by thread
+
+    def next(self) -> tuple[_Whole, int]:
+        """To be asked as often as there are parts."""
+        with self._lock:
+            mine = self._mine.get(threading.get_ident())
+            if mine is None or not mine.starts:
+                fresh = (each for each in self._packs if not each.begun)
+                mine = next(fresh, None) or max(self._packs, key=lambda each: len(each.starts))
+                self._mine[threading.get_ident()] = mine
+            mine.begun = True
+            return mine, mine.starts.popleft()
 
 
 class Fetcher:
@@ -110,23 +155,17 @@ class Fetcher:
 
         Raises BadPack, StoreErrors, OSError.
         """
-        size = self._config.fetch_part_bytes
-        jobs: list[Callable[[], int]] = []
-        begun = []
+        packs = [_Whole(pack, path, self._config.fetch_part_bytes) for pack, path in wanted]
+        turns = Turns(packs)
         try:
-            for pack, path in wanted:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                starts = range(0, pack.size, size)
-                each = _Whole(pack, path, size)
-                begun.append(each)
+            for each in packs:
+                each.path.parent.mkdir(parents=True, exist_ok=True)
                 with each.part.open("wb") as file:
-                    file.truncate(pack.size)
-                jobs += [lambda each=each, start=start: self._bring(each, start) for start in starts]  # type: ignore[misc]
-                if not starts:
-                    jobs.append(lambda each=each: self._finish(each))  # type: ignore[misc]
-            self._run(jobs, report)
+                    file.truncate(each.pack.size)
+            parts = sum(len(each.starts) for each in packs)
+            self._run([lambda: self._bring(*turns.next())] * parts, report)
         finally:
-            for each in begun:
+            for each in packs:
                 each.part.unlink(missing_ok=True)
 
     def tiles(
@@ -171,7 +210,7 @@ class Fetcher:
         """A range of a pack that must be `right`, asked for twice where it is not: a second try tells a torn read
         from a damaged object. Raises BadPack, StoreErrors."""
         for _ in range(2):
-            data = self._range(pack, start, length)
+            data = b"".join(block for _, block in self._blocks(pack, start, length))
             if right(data):
                 return data
             log.warning("bytes differ from their hash, fetching them again", key=pack.key, part=what)
@@ -193,21 +232,18 @@ class Fetcher:
             pool.shutdown(wait=True, cancel_futures=True)  # nobody writes to a file that is to be removed
 
     def _bring(self, each: _Whole, start: int) -> int:
-        length = min(self._config.fetch_part_bytes, each.pack.size - start)
-        data = self._range(each.pack, start, length)
-        write_at(each.part, start, data)
-        if each.arrived(start, data):
+        length = each.length(start)
+        if each.bring(start, self._blocks(each.pack, start, length)):
             self._finish(each)
         return length
 
-    def _finish(self, each: _Whole) -> int:
+    def _finish(self, each: _Whole) -> None:
         """All parts are there: verify, once more after a second fetch."""
         pack = each.pack
         if not each.right:
             log.warning("a pack's bytes differ from their hash, fetching it again", key=pack.key)
-            for start in range(0, pack.size, self._config.fetch_part_bytes):
-                length = min(self._config.fetch_part_bytes, pack.size - start)
-                write_at(each.part, start, self._range(pack, start, length))
+            for at, block in self._blocks(pack, 0, pack.size):
+                write_at(each.part, at, block)
             if sha256_of(each.part) != pack.sha256:
                 raise BadPack(
                     pack.key,
@@ -215,7 +251,6 @@ class Fetcher:
                     hint="the object is damaged: `async-rl weights verify` tells which versions are affected",
                 )
         each.part.replace(each.path)
-        return 0
 
     def _bring_tiles(self, pack: Pack, part: Path, tiles: list[Tile]) -> int:
         start = tiles[0].offset
@@ -233,29 +268,35 @@ class Fetcher:
         )
         return length
 
-    def _range(self, pack: Pack, start: int, length: int) -> bytes:
-        """Asked for twice where the answer is short or the object seems to be missing: a store may lag behind."""
+    def _blocks(self, pack: Pack, start: int, length: int) -> Iterator[tuple[int, bytes]]:
+        """A range, block by block with their places. Asked for twice where the answer is short or the object seems to
+        be missing: a store may lag behind."""
+        at, end = start, start + length
         for attempt in (1, 2):
-            if self._stopped:
-                raise WeightsError(f"the fetch of {pack.key} was stopped: its reader is closed")
+            self._check_stop(pack)
             try:
-                data = self._store.get(pack.key, start, length)
+                for block in self._store.stream(pack.key, at, end - at) if at < end else ():
+                    self._check_stop(pack)
+                    with self._lock:
+                        self.downloaded += len(block)
+                    if at + len(block) > end:
+                        break
+                    yield at, block
+                    at += len(block)
             except (StoreUnavailable, AccessDenied, BucketMissing):
                 raise
             except StoreError as error:  # not there, or shorter than what was asked for
                 if attempt == 2:
                     raise self._explain(pack, error) from error
                 continue
-            with self._lock:
-                self.downloaded += len(data)
-            if len(data) == length:
-                return data
-        raise self._explain(
-            pack,
-            Corrupt(
-                f"{pack.key} in {self._store.url} gave {len(data)} bytes at {start} where {length} were asked for"
-            ),
-        )
+            if at == end:
+                return
+        wrong = f"{pack.key} in {self._store.url} gave {at - start} bytes at {start} where {length} were asked for"
+        raise self._explain(pack, Corrupt(wrong))
+
+    def _check_stop(self, pack: Pack) -> None:
+        if self._stopped:
+            raise WeightsError(f"the fetch of {pack.key} was stopped: its reader is closed")
 
     def _explain(self, pack: Pack, error: StoreError | Corrupt) -> Exception:
         """What is wrong with the pack, if it is the pack; else `error`."""

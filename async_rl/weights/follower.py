@@ -12,8 +12,8 @@ wrong, and what then happens:
     the store is away                                                   StoreUnavailable; what was fetched stays
     killed                                                              see shadow.py; packs that are whole stay
 
-Memory: fetch_parallel parts, besides the mapped files. Disk: the shadow, and the packs of the path; another shadow
-beside it while a full state is fetched (where there is no room for both, the old one goes first).
+Memory: fetch_parallel blocks of 256 KiB, besides the mapped files. Disk: the shadow, and the packs of the path;
+another shadow beside it while a full state is fetched (where there is no room for both, the old one goes first).
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ class Subscriber:
         """The shadow as `manifest`'s version, verified.
 
         Raises Corrupt (naming the objects; no other path is left), WeightsError (no room, the folder is in use),
-        StoreErrors. Memory: fetch_parallel parts.
+        StoreErrors. Memory: see follower.py.
         """
         self._coming = manifest.version
         try:

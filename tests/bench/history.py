@@ -80,6 +80,11 @@ class CountingStore:
         self.read += len(data)
         return data
 
+    def stream(self, key: str, start: int, length: int) -> Iterator[bytes]:
+        for block in self.inner.stream(key, start, length):
+            self.read += len(block)
+            yield block
+
     def head(self, key: str) -> ObjectInfo:
         return self.inner.head(key)
 
