@@ -159,16 +159,14 @@ class _Publisher:
         return self._published(self.publisher, step)
 
     def _published(self, publisher: Any, step: int) -> dict[str, Any]:
-        began = time.monotonic()
-        publisher.publish(step)
-        snapshot = time.monotonic()
-        publisher.flush()
-        ended = time.monotonic()
+        with _Clock() as clock:
+            publisher.publish(step)
+            snapshot = time.monotonic()
+            publisher.flush()
         way = self.manifest.way
         return {
-            "began": began,
+            **clock.answer,
             "snapshot": snapshot,
-            "ended": ended,
             "version": self.manifest.version,
             "kind": way.kind,
             "bytes": way.total_bytes,
@@ -240,9 +238,9 @@ class _Publisher:
         return {"sizes": [pack.size for pack in packs]}
 
     def bare_packs(self, prefix: str) -> dict[str, Any]:
-        began = time.monotonic()
-        self.bare.put_all([(f"{prefix}/{number}", data) for number, data in enumerate(self.contents)])
-        return {"began": began, "ended": time.monotonic()}
+        with _Clock() as clock:
+            self.bare.put_all([(f"{prefix}/{number}", data) for number, data in enumerate(self.contents)])
+        return clock.answer
 
     def drop_packs(self) -> dict[str, Any]:
         self.contents = []
@@ -337,23 +335,21 @@ class _Reader:
 
         store = open_store(url)
         subscriber = Subscriber(store, open_run(store), self.folder / name, self.config)
-        began = time.monotonic()
-        manifest = subscriber.newest()
-        assert manifest is not None
-        subscriber.fetch(manifest)
-        ended = time.monotonic()
+        with _Clock() as clock:
+            manifest = subscriber.newest()
+            assert manifest is not None
+            subscriber.fetch(manifest)
         subscriber.close()
         shutil.rmtree(self.folder / name)
-        return {"began": began, "ended": ended}
+        return clock.answer
 
     def bare_packs(self, prefix: str, sizes: list[int]) -> dict[str, Any]:
         folder = self.folder / "bare"
         folder.mkdir()
-        began = time.monotonic()
-        self.bare.get_files([(f"{prefix}/{n}", size, folder / str(n)) for n, size in enumerate(sizes)])
-        ended = time.monotonic()
+        with _Clock() as clock:
+            self.bare.get_files([(f"{prefix}/{n}", size, folder / str(n)) for n, size in enumerate(sizes)])
         shutil.rmtree(folder)
-        return {"began": began, "ended": ended}
+        return clock.answer
 
     def memory_most(self) -> dict[str, Any]:
         most = self.memory.most() - self.before
@@ -362,6 +358,18 @@ class _Reader:
 
     def close(self) -> dict[str, Any]:
         return {}
+
+
+class _Clock:
+    """When the block began and ended, and the processor time that this process took for it, in seconds."""
+
+    def __enter__(self) -> _Clock:
+        self._began, self._cpu = time.monotonic(), time.process_time()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        cpu_s = time.process_time() - self._cpu
+        self.answer: dict[str, Any] = {"began": self._began, "ended": time.monotonic(), "cpu_s": cpu_s}
 
 
 def warm_up() -> None:
