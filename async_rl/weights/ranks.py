@@ -32,8 +32,10 @@ __all__ = [
 ]
 
 Shared = TypeVar("Shared", bound=Struct)
+Result = TypeVar("Result")
 
 _OTHERS = "waiting for the other ranks"
+_RANK0 = "waiting for what rank 0 found"
 
 
 class RankLost(WeightsError):
@@ -99,36 +101,45 @@ class GlooRanks:
     def __init__(self, timeout_s: float) -> None:
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self._group = _new_group(timeout_s)
 
     def send(self, data: torch.Tensor, to: int) -> None:
-        self._guard(lambda: dist.send(data, to, group=self._group), f"sending to rank {to}")
+        _guard(lambda: dist.send(data, to, group=self._group), f"sending to rank {to}")
 
     def receive(self, data: torch.Tensor, source: int) -> None:
-        self._guard(lambda: dist.recv(data, source, group=self._group), f"receiving from rank {source}")
+        _guard(lambda: dist.recv(data, source, group=self._group), f"receiving from rank {source}")
 
     def gather(self, mine: bytes) -> list[bytes]:
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         length = torch.tensor([len(mine)])
-        self._guard(lambda: dist.all_gather(lengths, length, group=self._group), _OTHERS)
+        _guard(lambda: dist.all_gather(lengths, length, group=self._group), _OTHERS)
         longest = max(1, *(int(each) for each in lengths))
         row = torch.frombuffer(bytearray(mine.ljust(longest, b"\0")), dtype=torch.uint8)
         rows = [torch.empty_like(row) for _ in range(self.size)]
-        self._guard(lambda: dist.all_gather(rows, row, group=self._group), _OTHERS)
+        _guard(lambda: dist.all_gather(rows, row, group=self._group), _OTHERS)
         return [each.numpy().tobytes()[: int(size)] for each, size in zip(rows, lengths, strict=True)]
 
     def close(self) -> None:
         if dist.is_initialized():
             dist.destroy_process_group(self._group)
 
-    def _guard(self, operation: Callable[[], object], doing: str) -> None:
-        try:
-            operation()
-        except RuntimeError as error:  # what torch raises for a lost peer and for its own timeout
-            raise RankLost(
-                f"rank {self.rank} failed while {doing}: {error}",
-                hint="another rank ended or hangs: look at its log",
-            ) from error
+
+def _new_group(timeout_s: float) -> dist.ProcessGroup:
+    limit = timedelta(seconds=timeout_s)
+    group: dist.ProcessGroup = _guard(
+        lambda: dist.new_group(backend="gloo", timeout=limit), "opening a group"
+    )
+    return group
+
+
+def _guard(operation: Callable[[], Result], doing: str) -> Result:
+    try:
+        return operation()
+    except RuntimeError as error:  # what torch raises for a lost peer and for its own timeout
+        raise RankLost(
+            f"rank {dist.get_rank()} failed while {doing}: {error}",
+            hint="another rank ended or hangs: look at its log",
+        ) from error
 
 
 def open_ranks(timeout_s: float) -> Ranks:
@@ -151,13 +162,13 @@ def raise_first(reports: Iterable[Report]) -> None:
 
 
 def from_rank0(make: Callable[[], Shared], kind: type[Shared], timeout_s: float = 600.0) -> Shared:
-    """Collective: rank 0 calls `make`, and every rank gets its result, or raises its error.
+    """Collective: rank 0 calls `make`, and every rank gets its result, or raises its error. Raises RankLost.
 
     For what one process must do for all: `from_rank0(lambda: claim(store), Claim)`.
     """
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return make()
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    group = _new_group(timeout_s)
     try:
         failure: AsyncRLError | None = None
         data = b""
@@ -168,11 +179,11 @@ def from_rank0(make: Callable[[], Shared], kind: type[Shared], timeout_s: float 
                 failure = error
                 data = b"-" + msgspec.json.encode(Report.of(error))
         length = torch.tensor([len(data)])
-        dist.broadcast(length, src=0, group=group)
+        _guard(lambda: dist.broadcast(length, src=0, group=group), _RANK0)
         content = torch.zeros(int(length), dtype=torch.uint8)
         if data:
             content.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        dist.broadcast(content, src=0, group=group)
+        _guard(lambda: dist.broadcast(content, src=0, group=group), _RANK0)
     finally:
         dist.destroy_process_group(group)
     if failure is not None:

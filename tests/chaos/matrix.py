@@ -1,6 +1,6 @@
 """The cases of the crash matrix, and the command that plays and counts them.
 
-    python -m tests.chaos.matrix [--seeds N] [--only WORD]
+    python -m tests.chaos.matrix [--seeds N] [--only WORD] [--codec small]
 
 A case is a life that ends at a named point, or an object that is damaged, and what must follow: no wrong byte, the
 next version, a run that goes on. Cases of one kind share a run where they can: each death is the next one's past.
@@ -8,6 +8,7 @@ next version, a run that goes on. Cases of one kind share a run where they can: 
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import re
@@ -44,7 +45,10 @@ COMMITS = ("versions/", "ways/", "incarnations/", "run.json", "gc")
 """Objects that make something true: for these also a death between the request and its answer."""
 
 OFTEN = 3
-"""How many skips and deletions there are differs from life to life: the first three of each are cases."""
+"""How many skips and deletions there are differs from life to life: the first three of each are cases. And of what
+ranks say to each other."""
+
+OFTEN_AGAIN = ("DELETE", "gather", "send", "receive")
 
 LIVES_TO_TRY = 4
 """Skips and anchors come at certain versions: a life that does not come to its point is followed by another."""
@@ -74,16 +78,24 @@ class Bench:
     """A server, a warm process, and the cases played on them."""
 
     def __init__(
-        self, server: S3Server, forks: Forks, folder: Path, seed: int = 1, part: int = 0, parts: int = 1
+        self,
+        server: S3Server,
+        forks: Forks,
+        folder: Path,
+        seed: int = 1,
+        part: int = 0,
+        parts: int = 1,
+        codec: str = "default",
     ) -> None:
         """Where there are `parts`, only every so many of the cases are played, from number `part` on."""
         self._part = slice(part, None, parts)
-        self.server, self.forks, self.folder, self.seed = server, forks, folder, seed
+        self.server, self.forks, self.folder = server, forks, folder
+        self.seed, self.codec = seed, codec
         self.cases: list[Case] = []
         self._lock = threading.Lock()
 
     def world(self, model: str = "small") -> World:
-        return World(self.server, self.forks, self.folder, model, self.seed)
+        return World(self.server, self.forks, self.folder, model, self.seed, self.codec)
 
     @contextmanager
     def case(self, kind: str, name: str) -> Iterator[None]:
@@ -153,6 +165,51 @@ class Bench:
                 world.check_newest("in the end")
                 world.check_recent("in the end")
 
+    # ------------------------------------------------------------ one rank of two is killed
+
+    def first_life_of_two_ranks(self) -> None:
+        """While there is no run yet, or no version: each in a run of its own."""
+        with self.world() as world:
+            points = _points_of_ranks(world.live_together([]))
+
+        def play(where: tuple[int, str]) -> None:
+            rank, point = where
+            with self.case("rank killed, first life", f"rank {rank}: {point}"), self.world() as world:
+                _die_together(world, (), rank, point)
+                world.check_newest(point)
+                world.live_together([{"do": "publish"}])
+                if world.check_newest(point, cache="late") < 1:
+                    raise Wrong("the run did not go on")
+
+        with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
+            list(pool.map(play, points[self._part]))
+
+    def later_life_of_two_ranks(self) -> None:
+        """At every request of either rank, and at what they say to each other: the next two go on."""
+        with self.world() as world:
+            world.live_together(LIFE)
+            points = _points_of_ranks(world.live_together(LIFE))[self._part]
+        with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
+            shares = [points[number::SIDE_BY_SIDE] for number in range(SIDE_BY_SIDE)]
+            list(pool.map(self._ranks_die_again_and_again, shares))
+
+    def _ranks_die_again_and_again(self, points: Sequence[tuple[int, str]]) -> None:
+        with self.world() as world:
+            world.live_together(LIFE)
+            for rank, point in points:
+                with self.case("rank killed", f"rank {rank}: {point}"):
+                    before = max(world.truth())
+                    _die_together(world, LIFE, rank, point)
+                    after = world.check_newest(point)
+                    if after < before:
+                        raise Wrong(f"version {after} is the newest, it was {before}")
+            with self.case("rank killed", "in the end the run goes on, with one rank"):
+                trainer = world.live(LIFE)
+                if len(trainer.committed) < 5 or trainer.error:
+                    raise Wrong(f"{trainer.committed} committed: {trainer.error} {trainer.child.stderr()}")
+                world.check_newest("in the end")
+                world.check_recent("in the end")
+
     # ------------------------------------------------------------ the reader is killed
 
     def reader_killed(self, start: str) -> None:
@@ -169,6 +226,7 @@ class Bench:
                 world.check(world.ask("follow", template), world.truth(), "template")
                 world.ask("close", template)
             trainer.publish(1 if start == "nothing" else 2)
+            trainer.tell_all([])  # its next order would come minutes later
             newest = max(world.truth())
             points = self._read_until_killed(world, template, "").seen
             for point in points[self._part]:
@@ -181,8 +239,9 @@ class Bench:
                         )
                     world.ask("forget", cache)
             with self.case(kind, "in the end the run goes on"):
-                trainer.publish(1)
-                world.check_newest("in the end", cache=template)
+                world.live([{"do": "publish"}])
+                if world.check_newest("in the end", cache=template) <= newest:
+                    raise Wrong("the run did not go on")
 
     def _read_until_killed(self, world: World, template: str, point: str) -> _Reading:
         cache = world.copy_cache(template)
@@ -477,7 +536,8 @@ def _moments(seen: Sequence[str]) -> list[str]:
         request, _, moment = point.rpartition(": ")
         key = request.partition(" ")[2]
         number = int(request.partition(" #")[2] or 1)
-        if number > OFTEN and (request.startswith("DELETE") or key.startswith(("packs/skip", "ways/skip"))):
+        again = request.startswith(OFTEN_AGAIN) or key.startswith(("packs/skip", "ways/skip"))
+        if number > OFTEN and again:
             continue
         if moment == "sent" and not key.startswith(COMMITS):
             continue
@@ -497,11 +557,38 @@ def _die(world: World, orders: Sequence[dict[str, Any]], point: str) -> None:
     raise Wrong(f"no trainer came to this point: {trainer.error} {trainer.child.stderr()}")
 
 
+def _points_of_ranks(ranks: Sequence[Trainer]) -> list[tuple[int, str]]:
+    """Both ranks' in turn, so that whoever plays some of them plays both."""
+    for each in ranks:
+        if each.error or not each.seen:
+            raise Wrong(f"two ranks could not live: {each.error} {each.child.stderr()}")
+    first, second = ([(rank, point) for point in _moments(each.seen)] for rank, each in enumerate(ranks))
+    pairs = itertools.zip_longest(first, second)
+    return [point for pair in pairs for point in pair if point is not None]
+
+
+def _die_together(world: World, orders: Sequence[dict[str, Any]], rank: int, point: str) -> None:
+    """One rank is killed; the other must end by itself, with a word about it where it still needed the first."""
+    for _ in range(LIVES_TO_TRY):
+        ranks = world.live_together(orders, rank, point)
+        victim, survivor = ranks[rank], ranks[1 - rank]
+        status = survivor.child.wait()
+        if status != 0:
+            raise Wrong(f"the surviving rank ended with {status}: {survivor.child.stderr()}")
+        if victim.killed_at == point and victim.was_killed():
+            if survivor.error and "RankLost" not in survivor.error:
+                raise Wrong(f"the surviving rank says: {survivor.error}")
+            return
+        if victim.error or victim.child.wait() != 0:
+            break
+    raise Wrong(f"no rank came to this point: {victim.error} {victim.child.stderr()}")
+
+
 # ---------------------------------------------------------------- the command
 
 
 @contextmanager
-def bench(seed: int = 1, part: int = 0, parts: int = 1) -> Iterator[Bench]:
+def bench(seed: int = 1, part: int = 0, parts: int = 1, codec: str = "default") -> Iterator[Bench]:
     """With a server of its own."""
     with tempfile.TemporaryDirectory(prefix="chaos-") as name:
         folder = Path(name)
@@ -515,7 +602,7 @@ def bench(seed: int = 1, part: int = 0, parts: int = 1) -> Iterator[Bench]:
             os.environ.update(server.env)
             (folder / "caches").mkdir()
             with Forks(server.env) as forks:
-                yield Bench(server, forks, folder / "caches", seed, part, parts)
+                yield Bench(server, forks, folder / "caches", seed, part, parts, codec)
 
 
 SUITES: dict[str, Callable[[Bench], None]] = {
@@ -523,6 +610,8 @@ SUITES: dict[str, Callable[[Bench], None]] = {
     "first life, large": lambda each: each.first_life_killed("large"),
     "later life": Bench.later_life_killed,
     "later life, large": lambda each: each.later_life_killed("large"),
+    "first life, two ranks": Bench.first_life_of_two_ranks,
+    "later life, two ranks": Bench.later_life_of_two_ranks,
     "reader from nothing": lambda each: each.reader_killed("nothing"),
     "reader from an older version": lambda each: each.reader_killed("an older version"),
     "damaged": Bench.damaged,
@@ -536,11 +625,12 @@ SUITES: dict[str, Callable[[Bench], None]] = {
 @click.option("--seeds", default=1, help="Play everything with so many seeds of the weights.")
 @click.option("--only", default="", help="Only suites whose name holds this.")
 @click.option("--parts", default=1, help="Play only every so many of the kills.")
-def main(seeds: int, only: str, parts: int) -> None:
+@click.option("--codec", default="default", type=click.Choice(["default", "small"]))
+def main(seeds: int, only: str, parts: int, codec: str) -> None:
     """Play the whole matrix and count."""
     failed = 0
     for seed in range(1, seeds + 1):
-        with bench(seed, parts=parts) as each:
+        with bench(seed, parts=parts, codec=codec) as each:
             for name, suite in SUITES.items():
                 if only in name:
                     began, done = time.monotonic(), len(each.cases)
@@ -553,7 +643,9 @@ def main(seeds: int, only: str, parts: int) -> None:
                 click.echo(f"{count:5} {kind}" + (f"   {bad} FAILED" if bad else ""))
             for case in each.failures:
                 click.echo(f"FAILED {case.kind}: {case.name}\n    {case.failure}")
-            click.echo(f"{len(each.cases):5} cases, {len(each.failures)} failed, seed {seed}")
+            click.echo(
+                f"{len(each.cases):5} cases, {len(each.failures)} failed, seed {seed}, codec {codec}"
+            )
             failed += len(each.failures)
     sys.exit(1 if failed else 0)
 

@@ -7,6 +7,9 @@ Requests: a hook in botocore's sending. `PUT packs/+1-own-0-0: before`; `: in`, 
 Files: Python's audit events below one folder (open for writing, rename, remove, mkdir, …), which come before the
 act, and what `Points.pass_by` is called with.
 
+Ranks (ranked.py): before and after everything that one says to the others, `gather versions: before`, by the group
+that it is said in.
+
 A first run notes the names it passes (`seen`); a later one is killed at one of them.
 """
 

@@ -159,7 +159,7 @@ def version_given_up(world: World, without: list[str]) -> None:
     trainer = world.trainer(without=without, config={"publish_limit_s": 0.05}, store=limits)
     trainer.publish(2)
     world.check_newest("before")
-    trainer.child.link.tell({"do": "lose"})
+    trainer.child.link.tell({"do": "lose", "refused": "PUT versions/"})
     while (message := trainer.hear()) is not None and "lost" not in message:
         pass
     assert message is not None, trainer.child.stderr()

@@ -6,7 +6,7 @@ import json
 import shutil
 import signal
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -31,18 +31,24 @@ class World:
     cache folder of its own below `folder`."""
 
     def __init__(
-        self, server: S3Server, forks: Forks, folder: Path, model: str = "small", seed: int = 1
+        self,
+        server: S3Server,
+        forks: Forks,
+        folder: Path,
+        model: str = "small",
+        seed: int = 1,
+        codec: str = "default",
     ) -> None:
         self.url = server.new_url()
         self.store: ObjectStore = open_store(self.url, STORE)
         self.prefix = self.url.removeprefix("s3://").partition("/")[2]
-        self._forks, self._model, self._seed = forks, model, seed
+        self._forks, self._model, self._seed, self._codec = forks, model, seed, codec
         self.folder = folder / self.url.rpartition("/")[2]
         self.folder.mkdir()
         self.lives: dict[int, tuple[int, int]] = {}
         self._children: list[Child] = []
         self._reader: Child | None = None
-        self._copies = 0
+        self._copies = self._crews = 0
         self._asking = threading.Lock()
         self._manifests: dict[int, Manifest] = {}
 
@@ -56,6 +62,9 @@ class World:
         stop: bool = False,
         config: Mapping[str, Any] | None = None,
         store: Mapping[str, Any] | None = None,
+        rank: int = 0,
+        ranks: int = 1,
+        meeting: str = "",
     ) -> Trainer:
         child = self._forks.start(
             "publisher",
@@ -66,8 +75,11 @@ class World:
             target=target,
             stop=stop,
             without=list(without),
-            config=dict(config or {}),
+            config={"codec": self._codec, **(config or {})},
             store=dict(store or {}),
+            rank=rank,
+            ranks=ranks,
+            meeting=meeting,
         )
         self._children.append(child)
         return Trainer(self, child)
@@ -75,13 +87,32 @@ class World:
     def live(self, orders: Iterable[Mapping[str, Any]], target: str = "", **options: Any) -> Trainer:
         """A trainer's whole life, until it has obeyed all orders or dies."""
         trainer = self.trainer(target, **options)
-        for order in (*orders, {"do": "end"}):
-            try:
-                trainer.child.link.tell(order)
-            except (BrokenPipeError, ConnectionResetError):
-                break
+        trainer.tell_all(orders)
         trainer.listen()
         return trainer
+
+    def crew(
+        self, targets: Sequence[str] = ("", ""), options: Sequence[Mapping[str, Any]] = ({}, {})
+    ) -> list[Trainer]:
+        """The ranks of one trainer, each with its own target and options."""
+        self._crews += 1
+        meeting = str(self.folder / f"meeting-{self._crews}")
+        shared = {"ranks": len(targets), "meeting": meeting}
+        return [
+            self.trainer(target, rank=rank, **shared, **each)
+            for rank, (target, each) in enumerate(zip(targets, options, strict=True))
+        ]
+
+    def live_together(
+        self, orders: Sequence[Mapping[str, Any]], rank: int = 0, target: str = ""
+    ) -> list[Trainer]:
+        """The whole life of two ranks, one of which may die."""
+        ranks = self.crew(["", target] if rank else [target, ""])
+        for each in ranks:
+            each.tell_all(orders)
+        for each in ranks:
+            each.listen()
+        return ranks
 
     # ------------------------------------------------------------ readers
 
@@ -224,6 +255,14 @@ class Trainer:
         self.killed_at = ""
         self.error = ""
         self.incarnation = -1
+
+    def tell_all(self, orders: Iterable[Mapping[str, Any]]) -> None:
+        """These and then the end; it may be dead already."""
+        for order in (*orders, {"do": "end"}):
+            try:
+                self.child.link.tell(order)
+            except (BrokenPipeError, ConnectionResetError):
+                break
 
     def resume(self) -> None:
         """After it was stopped."""
