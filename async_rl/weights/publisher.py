@@ -196,7 +196,6 @@ class Publisher:
             self._rescued = self._baseline.version
             if self._ranks.rank == 0:
                 log.warning("readers find no whole way: writing an anchor", version=self._rescued)
-                self._anchors.started(self._rescued)
             self._anchor_writer.start(self._rescued, self._baseline.digest, self._baseline.state.share())
         if self._pending is None:
             return False
@@ -410,7 +409,6 @@ class Publisher:
         """Rank 0, once the version is announced: whether the next one shall have an anchor."""
         self._anchors.committed(manifest)
         if begun:
-            self._anchors.started(manifest.version)
             self._anchor_wanted = False
         landed = self._anchor_writer.landed()
         if landed >= 0:
