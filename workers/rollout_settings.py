@@ -40,6 +40,10 @@ class RolloutConfig(Struct, frozen=True, forbid_unknown_fields=True):
     cpu_bind: str = ""
     """Cores of vLLM's CPU backend, for example `0-3`; empty: all that this process may use. With
     tensor_parallel > 1, one list per part in vLLM's own notation, `0-3|4-7`."""
+    stage: Literal["auto", "off"] = "auto"
+    """auto: new weights are loaded beside those that serve, and the engine stands still only while they change
+    places; it takes the memory of a second model meanwhile. On CPUs, for models of plain layers; all others, and all
+    with off, are loaded while the engine stands still."""
     start_timeout_s: Positive = 600.0
     """Of the engine. Large models load and compile for minutes."""
     join_timeout_s: Positive = 600.0

@@ -29,6 +29,7 @@ class EngineLoad(Struct, frozen=True):
 class Update(Struct, frozen=True):
     version: int
     pause_s: float  # generation stood still for this long
+    staged_s: float = 0.0  # before it, the weights were loaded beside those that served; 0: in the pause
 
 
 class Engine(Protocol):

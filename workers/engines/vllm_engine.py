@@ -1,17 +1,18 @@
 """vLLM as a rollout engine: continuous batching, and weights that are swapped in flight.
 
-An update in four moves: close the gate for new requests; `pause_generation(mode="keep")`, which returns when the
-step in progress is done and keeps every sequence and its KV cache; `PolicyExtension.policy_swap` in the worker
-processes, which first counts the tokens each request has sampled and then loads the shards in place; resume.
-Those counts are the version spans' boundaries. Arrival times could not be: outputs are still on their way here
-when the engine already stands still.
+An update in five moves: `PolicyExtension.policy_stage` in the worker processes, which load the shards beside the
+weights that serve (on a CPU; see `staging.py`); close the gate for new requests; `pause_generation(mode="keep")`,
+which returns when the step in progress is done and keeps every sequence and its KV cache; `policy_swap`, which first
+counts the tokens each request has sampled and then flips to the staged weights, or loads the shards in place;
+resume. Those counts are the version spans' boundaries. Arrival times could not be: outputs are still on their way
+here when the engine already stands still.
 
 The prefix cache stays on, salted with the version. A request that has sampled nothing when the weights change
 (queued, or somewhere in its prefill) is aborted and submitted again under the new salt; otherwise it would start
 under the new version from blocks the old one computed. One that has sampled goes on: its older tokens are its
 history, and its salt is never given to a new request again.
 
-Only this file and the extension import vllm.
+Only this file, the extension and `vllm_staging.py` import vllm.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import asyncio
 import multiprocessing
 import os
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,9 @@ busy machine would hold up the worker's end for longer."""
 STREAM_INTERVAL = 8
 """Tokens between two outputs of a request. Each output costs this process some 20 us, and all it is needed for
 before the last one is `progress`; 8 keeps a lease alive and takes most of that cost away."""
+
+STAGED_POLL_S = 0.05
+"""Between two questions whether a version is staged. Each is asked between two steps of the engine."""
 
 BROKEN_IMPORT = (
     "is it installed (pip install 'async-rl[cpu]' or 'async-rl[gpu]')? Builds of torchvision, torchaudio and "
@@ -92,6 +96,9 @@ class VLLMEngine:
         self._requests: dict[str, _Request] = {}  # by the id vLLM was given
         self._tokens_done = 0
         self._failure = ""
+        self.staging = config.stage == "auto"
+        """Whether updates are staged: from the start on no longer where the model can't be."""
+        self._said = False
         self._gate = asyncio.Event()  # closed while the weights are swapped
         self._updating = asyncio.Lock()
         # vLLM's processes are started from this thread, which lives as long as the engine: starting takes tens of
@@ -127,6 +134,8 @@ class VLLMEngine:
         # Asked now and kept by vLLM; in the first request it would put an await between the gate and the engine.
         await self._llm.get_supported_tasks()
         await self._llm.collective_rpc("policy_protect", args=(os.getpid(),))
+        if self.staging and (reason := _first(await self._llm.collective_rpc("policy_prepare"))):
+            self._stage_no_more(reason)
         self._version = version
         self._gate.set()
 
@@ -247,15 +256,18 @@ class VLLMEngine:
                     f"version {version} can't follow version {self._version}: versions only grow"
                 )
             check_same_model(self._table, await asyncio.to_thread(read_table, shards), f"version {version}")
+            paths = [str(path) for path in shards]
+            staging = self.staging
+            asked = time.monotonic()
+            staged = staging and await self._stage(version, paths)
+            staged_s = time.monotonic() - asked if staged else 0.0
             self._gate.clear()
             began = time.monotonic()
             try:
                 await self._llm.pause_generation(mode="keep", clear_cache=False)
-                replies = await self._llm.collective_rpc(
-                    "policy_swap", args=([str(path) for path in shards],)
-                )
+                replies = await self._llm.collective_rpc("policy_swap", args=(version, paths))
                 self._version = version
-                await self._split(version, replies[0])
+                await self._split(version, replies[0]["counts"])
                 await self._llm.resume_generation()
             except Exception as error:
                 # Weights half of one version and half of another must not sample a single token.
@@ -265,7 +277,56 @@ class VLLMEngine:
                 raise EngineError(self._failure, hint="restart the worker") from error
             finally:
                 self._gate.set()
-            return Update(version, time.monotonic() - began)
+            pause_s = time.monotonic() - began
+            if staged and (why := _first(reply["loaded"] for reply in replies)):
+                log.warning("a staged version was loaded in the pause", version=version, why=why)
+            if staging:
+                await self._settle()
+            return Update(version, pause_s, staged_s)
+
+    async def _stage(self, version: int, shards: list[str]) -> bool:
+        """Load `version` beside the weights that serve. False where it must be loaded in the pause.
+
+        Raises EngineError for files that can't be read: the pause would find them no better, and has no way back.
+        """
+        limit_s = self.config.start_timeout_s
+        try:
+            reason = _first(await self._llm.collective_rpc("policy_stage", args=(version, shards)))
+            until = time.monotonic() + limit_s
+            while not reason:
+                states = await self._llm.collective_rpc("policy_staged", args=(version,))
+                if all(state == "ready" for state in states):
+                    return True
+                reason = _first(state for state in states if state not in ("ready", "working"))
+                if time.monotonic() > until:
+                    reason = f"it took longer than {limit_s:.0f} s (rollout.start_timeout_s)"
+                if not reason:
+                    await asyncio.sleep(STAGED_POLL_S)
+        except Exception as error:
+            raise self._error(error, f"the staging of version {version}") from error
+        if reason.startswith("unreadable"):
+            raise EngineError(
+                f"version {version} can't be loaded, the engine serves {self._version}: {reason}",
+                hint="fetch this version again",
+            )
+        if reason.startswith("failed"):  # and would fail again: no version after this one is tried
+            self._stage_no_more(reason)
+        else:
+            (log.debug if self._said else log.warning)(
+                "a version is loaded while the engine stands still", version=version, why=reason
+            )
+            self._said = True
+        return False
+
+    async def _settle(self) -> None:
+        try:
+            await self._llm.collective_rpc("policy_settle")
+        except Exception as error:  # noqa: BLE001  (the version is served; an engine that has died says so itself)
+            log.warning("the memory of the old weights was not given back", error=str(error))
+
+    def _stage_no_more(self, reason: str) -> None:
+        self.staging = False
+        log.warning("new versions are loaded while the engine stands still", why=reason)
 
     async def _split(self, version: int, counts: Mapping[str, int]) -> None:
         """Begin a span in every request that has sampled, and start the others over under `version`."""
@@ -320,6 +381,11 @@ class VLLMEngine:
             await asyncio.get_running_loop().run_in_executor(self._thread, _shut_down, self._llm)
             self._llm = None
         self._thread.shutdown(wait=False)
+
+
+def _first(reasons: Iterable[str]) -> str:
+    """The first of the worker processes' reasons that is one."""
+    return next((each for each in reasons if each), "")
 
 
 def _shut_down(llm: Any) -> None:

@@ -16,6 +16,8 @@ from typing import Any
 
 from safetensors import safe_open
 
+from workers.engines.vllm_staging import Staging, pack_tied_heads
+
 __all__ = ["PolicyExtension", "end_with"]
 
 
@@ -23,6 +25,7 @@ class PolicyExtension:
     """Methods named so that none can collide with one of vLLM's own Worker."""
 
     model_runner: Any  # vLLM's, from the Worker this is mixed into
+    _policy_staging: Staging | None = None
 
     def policy_protect(self, owner: int) -> None:
         """Leave it to the rollout worker, process `owner`, when this process ends: not before it, and with it.
@@ -41,15 +44,53 @@ class PolicyExtension:
         for signum, handler in self._handlers.items():
             signal.signal(signum, handler)
 
-    def policy_swap(self, shards: list[str]) -> dict[str, int]:
-        """Load the weights in `shards` in place, while generation is paused.
+    def policy_prepare(self) -> str:
+        """Get ready to stage. Returns why this model's versions must be loaded in the pause, or nothing."""
+        self._policy_staging = Staging(self.model_runner)
+        return self._policy_staging.refused
 
-        Returns the number of tokens every request in the engine had sampled under the old weights, by vLLM's own
-        request ids; a request that is not listed has not been scheduled at all.
+    def policy_stage(self, version: int, shards: list[str]) -> str:
+        """Begin to load `version` beside the weights that serve, in the background. Returns why not, or nothing."""
+        if self._policy_staging is None:
+            return "it was not prepared"
+        return self._policy_staging.begin(version, lambda: _tensors(shards))
+
+    def policy_staged(self, version: int) -> str:
+        """`working`, `ready`, `unreadable: …` or `failed: …`."""
+        return (
+            self._policy_staging.state(version) if self._policy_staging is not None else "failed: dropped"
+        )
+
+    def policy_swap(self, version: int, shards: list[str]) -> dict[str, Any]:
+        """Serve `version`, while generation is paused: by a flip where it is staged, else by loading `shards`.
+
+        Returns `counts`, the number of tokens every request in the engine had sampled under the old weights, by
+        vLLM's own request ids (a request that is not listed has not been scheduled at all), and `loaded`: empty,
+        or why nothing was flipped.
         """
         counts = {name: len(state.output_token_ids) for name, state in self.model_runner.requests.items()}
-        self.model_runner.reload_weights(weights_iterator=_tensors(shards))
-        return counts
+        loaded = self._policy_flip(version)
+        if loaded:
+            self.model_runner.reload_weights(weights_iterator=_tensors(shards))
+            pack_tied_heads(self.model_runner.get_model())
+        return {"counts": counts, "loaded": loaded}
+
+    def _policy_flip(self, version: int) -> str:
+        staging = self._policy_staging
+        if staging is None:
+            return "not prepared"
+        try:
+            if staging.flip(version):
+                return ""
+        except Exception as error:  # noqa: BLE001  (half flipped: loading puts everything right)
+            return f"the flip failed: {type(error).__name__}: {error}"
+        staging.drop()
+        return "not staged"
+
+    def policy_settle(self) -> None:
+        """After generation has resumed: give back the memory of the old weights."""
+        if self._policy_staging is not None:
+            self._policy_staging.settle()
 
 
 def end_with(owner: int) -> None:
