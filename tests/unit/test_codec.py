@@ -20,7 +20,8 @@ from async_rl.weights.codec import (
     encode_tile,
     tile_steps,
 )
-from async_rl.weights.codec.contexts import encode_small, plan_small
+from async_rl.weights.codec.model import plan_small
+from async_rl.weights.codec.small import encode_small
 from async_rl.weights.codec.steps import dense_numbers, encode_dense
 from async_rl.weights.codec.steps import encode_steps as encode_sparse
 

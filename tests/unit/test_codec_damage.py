@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from async_rl.errors import Corrupt
 from async_rl.weights.codec import Mode, apply_planes, apply_tile, encode_planes, tile_steps
-from async_rl.weights.codec.contexts import _get_levels
+from async_rl.weights.codec.model import get_levels
 from async_rl.weights.codec.numbers import pack, put_varint
-from async_rl.weights.codec.rans import BAD
 from tests.unit.test_codec import changes, coded_by
 
 quick = settings(max_examples=150, deadline=None)
@@ -121,11 +120,10 @@ def test_well_formed_bytes_with_impossible_numbers_are_refused(mode, data):
     assert apply_guarded(mode, data, np.zeros(100, np.uint16)) is None
 
 
-@pytest.mark.parametrize("shown", [(2 * 60,), (1,), (2 * 59, 2)])
-def test_levels_beyond_the_largest_weight_are_refused(shown):
-    levels = np.zeros(256, np.int64)
-    assert _get_levels(numbers_of(2 * 59), 100, levels) == 0
-    assert _get_levels(numbers_of(*shown), 100, levels) == BAD
+@pytest.mark.parametrize(("shown", "first"), [((35, 36), 0), ((255,), 0), ((1, 1), 255)])
+def test_levels_beyond_the_largest_weight_or_the_last_exponent_are_refused(shown, first):
+    assert get_levels(np.array([35, 0, 35], np.uint8), 253).tolist() == [0] * 253 + [35, 0, 35]
+    assert get_levels(np.array(shown, np.uint8), first) is None
 
 
 @pytest.mark.parametrize("mode", [0, 4, 255])

@@ -5,11 +5,15 @@ The unit is a tile: up to TILE consecutive elements of one tensor. All arrays ar
 digest.py    the digest of a state, which a change can update
 tiles.py     tile -> bytes -> tile; the choice of a mode; composition
 steps.py     the modes that can be read without the base: gaps and steps, or a step for every element
-contexts.py  the small mode: what changes is told by what the base is
+small.py     the small mode: what changes is told by what the base is
+model.py     how probable a change is, by the exponent of the base
+blocks.py    rare changes: how many in a block, and which
+hot.py       elements that change often: a step for each
 numbers.py   sequences of numbers -> sections of bytes near their entropy
 tables.py    frequencies of symbols: chosen, written, read
 rans.py      numbers as symbols, symbols as states and words
 elements.py  passes over the weights themselves
+scratch.py   arrays that a thread uses again
 jit.py       how kernels are compiled, and vectors
 planes.py    tensors of other widths
 """

@@ -18,6 +18,7 @@ from async_rl.weights.codec.jit import (
     U32,
     U32_OUT,
     U64,
+    count_bits,
     differ_64,
     helper,
     int64,
@@ -26,7 +27,17 @@ from async_rl.weights.codec.jit import (
     uint64,
 )
 
-__all__ = ["apply", "apply_all", "differences", "digest", "find", "measure", "merge", "ordered"]
+__all__ = [
+    "apply",
+    "apply_all",
+    "differences",
+    "digest",
+    "find",
+    "measure",
+    "merge",
+    "ordered",
+    "put_places",
+]
 
 
 @helper
@@ -57,16 +68,33 @@ def digest(values: np.ndarray, place: int) -> Any:
     return total
 
 
+@helper
+def put_places(mask: Any, at: int, positions: np.ndarray, found: int) -> int:
+    """Writes `at` plus the index of every set bit from positions[found] on, where 64 are left; the place after. Four
+    are written always, as most masks have no more, and how many can't be predicted."""
+    count: int = count_bits(mask)
+    end = found + count
+    for i in range(4):
+        positions[uint64(found + i)] = at + low_bit(mask)
+        mask &= mask - uint64(1)
+    if count > 4:
+        for i in range(4, 8):
+            positions[uint64(found + i)] = at + low_bit(mask)
+            mask &= mask - uint64(1)
+        found += 8
+        while found < end:
+            positions[uint64(found)] = at + low_bit(mask)
+            mask &= mask - uint64(1)
+            found += 1
+    return end
+
+
 @kernel(I64, U16, U16, U32_OUT)
 def find(base: np.ndarray, new: np.ndarray, positions: np.ndarray) -> int:
     """Fills `positions` (of len(base)) with where the two differ; how many."""
     found = at = 0
     while at + 64 <= len(base):
-        different = differ_64(base, new, at)
-        while different != uint64(0):
-            positions[uint64(found)] = at + low_bit(different)
-            found += 1
-            different &= different - uint64(1)
+        found = put_places(differ_64(base, new, at), at, positions, found)
         at += 64
     for i in range(at, len(base)):
         if base[i] != new[i]:

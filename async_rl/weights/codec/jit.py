@@ -36,6 +36,7 @@ __all__ = [
     "U32_OUT",
     "U64",
     "below_64",
+    "count_bits",
     "differ_64",
     "helper",
     "high_bit",
@@ -171,10 +172,20 @@ def high_bit(_: Any, value: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def low_bit(_: Any, mask: Any) -> Any:
-    """int64: index of the lowest set bit of a uint64 > 0."""
+    """int64: index of the lowest set bit of a uint64; 64 for 0."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        return builder.cttz(values[0], ir.Constant(ir.IntType(1), 1))
+        return builder.cttz(values[0], ir.Constant(ir.IntType(1), 0))
+
+    return types.int64(types.uint64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def count_bits(_: Any, mask: Any) -> Any:
+    """int64: how many bits of a uint64 are set."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return builder.ctpop(values[0])
 
     return types.int64(types.uint64), generate
 

@@ -18,6 +18,7 @@ import zstandard
 
 from async_rl.weights.codec.jit import I64, I64_IN, I64_OUT, U8, U8_OUT, U32_OUT, kernel, load_u16
 from async_rl.weights.codec.rans import BAD, LOW, SYMBOLS, fold, get_symbols, put_symbols, unfold
+from async_rl.weights.codec.scratch import scratch
 from async_rl.weights.codec.tables import (
     AS_SYMBOLS,
     IN_LIST,
@@ -36,8 +37,11 @@ IN_TURNS = 2048
 OPEN_FROM = 64
 """Bytes of open bits, beyond two bits a number, from which other forms are tried."""
 
-SAMPLE = 1 << 13
+SAMPLE = 1 << 10
 """Numbers that tell whether to try."""
+
+NOISE = 13
+"""Bits a number as symbols, below which planes are tried only where numbers repeat: to them open bits are noise."""
 
 PLANES_GAIN = 1.005
 """Planes may be a little longer: they are read five times as fast."""
@@ -52,13 +56,16 @@ def pack(sequences: Sequence[tuple[np.ndarray, int]]) -> bytes:
     header = np.zeros(len(sequences) * TABLE_BITS + 1, np.uint8)
     header[0] = len(states) == 4
     header_end = 1
-    low = np.empty(4 * total + len(sequences) + 16, np.uint8)
+    low = scratch("open", 4 * total + len(sequences) + 16, np.uint8)
     low_end = 0
+    all_symbols = scratch("symbols", total, np.uint8)
+    first = 0
     coded = []
     others: list[bytes] = []
     for values, span in sequences:
         if len(values):
-            symbols, frequencies = np.empty(len(values), np.uint8), np.empty(SYMBOLS, np.int64)
+            symbols, frequencies = all_symbols[first : first + len(values)], np.empty(SYMBOLS, np.int64)
+            first += len(values)
             counts = np.zeros(SYMBOLS, np.int64)
             before, low_end = low_end, fold(values, symbols, counts, low, low_end)
             if span == 0 and low_end - before > OPEN_FROM + len(values) // 4:
@@ -71,13 +78,19 @@ def pack(sequences: Sequence[tuple[np.ndarray, int]]) -> bytes:
                     continue
             header_end = put_table(counts, span, frequencies, header, header_end)
             coded.append((symbols, frequencies))
-    words = np.empty(total + 8, "<u2")
+    words = scratch("symbol_words", total + 8, np.uint16)
     last = at = len(words) - 1
     for symbols, frequencies in reversed(coded):
         at = put_symbols(symbols, frequencies, states, words, at)
     head = np.packbits(header[:header_end], bitorder="little")
     return b"".join(
-        (head.data, states.astype("<u4").data, words[at + 1 : last + 1].data, low[:low_end].data, *others)
+        (
+            head.data,
+            states.astype("<u4").data,
+            words[at + 1 : last + 1].astype("<u2", copy=False).data,
+            low[:low_end].data,
+            *others,
+        )
     )
 
 
@@ -89,7 +102,8 @@ def _in_another_form(
         return AS_SYMBOLS, symbols, counts, b""
     bytes_now = open_bytes + _entropy_bytes(counts)
     sample = values[:: len(values) // SAMPLE + 1]
-    if len(np.unique(sample)) <= IN_LIST:
+    distinct = len(np.unique(sample))
+    if distinct <= IN_LIST:
         times = np.bincount(values)
         different = np.flatnonzero(times)
         listed = np.zeros(SYMBOLS, np.int64)
@@ -100,6 +114,8 @@ def _in_another_form(
             ascending = b"".join(map(put_varint, np.diff(different, prepend=0).tolist()))
             return IN_LIST, places[values], listed, put_varint(len(different)) + ascending
     most = PLANES_GAIN * bytes_now
+    if 8 * bytes_now < NOISE * len(values) and 2 * distinct > len(sample):
+        return AS_SYMBOLS, symbols, counts, b""
     if len(_planes(sample)) * len(values) <= most * len(sample) * 1.04:  # a short frame is a little longer
         planes = _planes(values)
         if len(planes) <= most:
@@ -123,7 +139,7 @@ def unpack(data: np.ndarray, at: int, lengths: Sequence[int], spans: Sequence[in
     """The sequences in `data` (uint8) from byte `at` to its end, one after another, given their lengths and spans.
     None for bytes that nobody wrote."""
     total = sum(lengths)
-    values, symbols = np.empty(total, np.uint32), np.empty(total, np.uint8)
+    values, symbols = np.empty(total, np.uint32), scratch("symbols", total, np.uint8)
     if total:
         forms = np.zeros(len(lengths), np.int64)
         at = _read(data, at, np.array(lengths), np.array(spans), values, symbols, forms)

@@ -7,7 +7,6 @@ composed without them.
 
 from __future__ import annotations
 
-import threading
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -15,6 +14,7 @@ import numpy as np
 
 from async_rl.errors import Corrupt
 from async_rl.weights.codec.digest import MASK, digest_of
+from async_rl.weights.codec.scratch import scratch
 
 __all__ = [
     "TILE",
@@ -59,24 +59,15 @@ class CodedTile(NamedTuple):
     moved: int  # what the change adds to the state's digest, modulo 2^64
 
 
-_local = threading.local()
-
-
-def _scratch(count: int) -> np.ndarray:
-    """uint32, the thread's own: the pages of a new array for every tile would take as long as looking for changes."""
-    held: np.ndarray | None = getattr(_local, "positions", None)
-    if held is None or len(held) < count:
-        _local.positions = held = np.empty(max(count, TILE), np.uint32)
-    return held[:count]
-
-
 def encode_tile(base: np.ndarray, new: np.ndarray, place: int, *, small: bool = False) -> CodedTile | None:
     """The smallest coding of base -> new; None if nothing changed. `place`: of the first element, see digest.py.
     With `small` also the coding that needs the base to be read is tried, where it promises to be smaller."""
-    from async_rl.weights.codec import contexts, elements
+    from async_rl.weights.codec import elements
     from async_rl.weights.codec import steps as kernels
+    from async_rl.weights.codec.model import plan_small
+    from async_rl.weights.codec.small import encode_small
 
-    found = _scratch(len(base))
+    found = scratch("positions", len(base), np.uint32)
     positions = found[: elements.find(base, new, found)]
     changed = len(positions)
     if not changed:
@@ -90,9 +81,9 @@ def encode_tile(base: np.ndarray, new: np.ndarray, place: int, *, small: bool = 
     moved = int(elements.measure(base, new, place, positions, steps))
     data = None
     if small and changed >= SMALL_FROM:
-        plan = contexts.plan_small(base, positions, steps)
+        plan = plan_small(base, positions, steps)
         if plan.bits < SMALL_GAIN * plan.bits_without:
-            data = contexts.encode_small(base, new, positions, steps, plan)
+            data = encode_small(base, new, positions, steps, plan)
             if 8 * len(data) > CLUSTERED * plan.bits:
                 return CodedTile(Mode.SMALL, data, changed, moved)
     mode, plain = encode_steps(positions, steps, len(base))
@@ -103,7 +94,8 @@ def encode_tile(base: np.ndarray, new: np.ndarray, place: int, *, small: bool = 
 
 def apply_tile(mode: int, data: bytes | memoryview, values: np.ndarray, place: int) -> tuple[int, int]:
     """Change `values` in place; (changed, moved) as found. Raises Corrupt, with `values` as they were."""
-    from async_rl.weights.codec import contexts, elements
+    from async_rl.weights.codec import elements
+    from async_rl.weights.codec.small import decode_small
 
     if mode == Mode.DENSE:
         numbers, changed = _dense(data, len(values))
@@ -112,7 +104,7 @@ def apply_tile(mode: int, data: bytes | memoryview, values: np.ndarray, place: i
         return changed, (digest_of(values, place) - before) & MASK
     found: list[Steps] | None
     if mode == Mode.SMALL:
-        found = contexts.decode_small(np.frombuffer(data, np.uint8), values)
+        found = decode_small(np.frombuffer(data, np.uint8), values)
         if found is None:
             raise Corrupt(f"a coded tile of mode {mode}, {len(data)} bytes, contradicts itself or its base")
     else:
