@@ -135,7 +135,8 @@ class VLLMEngine:
         await self._llm.get_supported_tasks()
         await self._llm.collective_rpc("policy_protect", args=(os.getpid(),))
         if self.staging and (reason := _first(await self._llm.collective_rpc("policy_prepare"))):
-            self._stage_no_more(reason)
+            self.staging = False
+            log.info("new versions are loaded while the engine stands still", why=reason)
         self._version = version
         self._gate.set()
 
@@ -310,7 +311,8 @@ class VLLMEngine:
                 hint="fetch this version again",
             )
         if reason.startswith("failed"):  # and would fail again: no version after this one is tried
-            self._stage_no_more(reason)
+            self.staging = False
+            log.warning("from now on versions are loaded while the engine stands still", why=reason)
         else:
             (log.debug if self._said else log.warning)(
                 "a version is loaded while the engine stands still", version=version, why=reason
@@ -323,10 +325,6 @@ class VLLMEngine:
             await self._llm.collective_rpc("policy_settle")
         except Exception as error:  # noqa: BLE001  (the version is served; an engine that has died says so itself)
             log.warning("the memory of the old weights was not given back", error=str(error))
-
-    def _stage_no_more(self, reason: str) -> None:
-        self.staging = False
-        log.warning("new versions are loaded while the engine stands still", why=reason)
 
     async def _split(self, version: int, counts: Mapping[str, int]) -> None:
         """Begin a span in every request that has sampled, and start the others over under `version`."""

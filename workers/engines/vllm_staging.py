@@ -54,7 +54,10 @@ class Staging:
         if self.refused:
             return self.refused
         model = self._runner.get_model()
-        needed, free = int(ROOM * _loaded_bytes(model)), _free_bytes()
+        ranks = (
+            self._runner.parallel_config.world_size
+        )  # on this machine, all of them, and all about to ask
+        needed, free = ROOM * ranks * _loaded_bytes(model), _free_bytes()
         if needed > free:
             return f"it takes {needed / 1e9:.1f} GB beside the weights that serve, {free / 1e9:.1f} GB are free"
         self._task = _Task(version, model, tensors)
