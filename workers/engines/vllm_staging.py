@@ -285,3 +285,6 @@ def _empty(replaced: list[Any]) -> None:
     while replaced:
         if isinstance(each := replaced.pop(), list):
             replaced.extend(each)
+        del each
+    with suppress(OSError, AttributeError):  # glibc would keep up to another model's size for itself
+        ctypes.CDLL(None).malloc_trim(0)
