@@ -50,7 +50,7 @@ def verify(
     """
     from async_rl.weights.check import verify as verify_one
     from async_rl.weights.check import verify_all
-    from async_rl.weights.report import wanted_version
+    from async_rl.weights.lineage import wanted_version
 
     if (version is None) == (not everything):
         raise click.UsageError("name a version, or give --all")

@@ -51,7 +51,7 @@ def _fetch(
 ) -> None:
     from rich.console import Console
 
-    from async_rl.weights.report import wanted_version
+    from async_rl.weights.lineage import wanted_version
 
     paths: list[str] = []
     with opened(store_url) as (store, _), reporting() as report:

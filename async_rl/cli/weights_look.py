@@ -117,8 +117,8 @@ def show(version: int | str, store_url: str, base: int | None, tensors: bool, as
     """One version (a number or `newest`): all ways to it, the cheapest paths, its packs, tiles and tensors."""
     from rich.console import Console
 
+    from async_rl.weights.lineage import wanted_version
     from async_rl.weights.report import show as look
-    from async_rl.weights.report import wanted_version
 
     with opened(store_url) as (store, run):
         shown = look(store, run, wanted_version(store, version_name(version)), base)
@@ -195,7 +195,7 @@ def diff(before: int | str, after: int | str, store_url: str, tensors: bool, as_
     from rich.console import Console
 
     from async_rl.weights.difference import difference
-    from async_rl.weights.report import wanted_version
+    from async_rl.weights.lineage import wanted_version
 
     with opened(store_url) as (store, run), reporting() as report:
         manifests = [wanted_version(store, version_name(version)) for version in (before, after)]

@@ -21,7 +21,7 @@ from async_rl.weights.drafts import state_digest
 from async_rl.weights.full import FullPacks
 from async_rl.weights.garbage import Found
 from async_rl.weights.gc import dead_edges
-from async_rl.weights.lineage import Manifest
+from async_rl.weights.lineage import Manifest, Way
 from async_rl.weights.plan import Path, find_path
 from async_rl.weights.ranks import Ranks
 from async_rl.weights.run import RunInfo
@@ -76,6 +76,7 @@ class Anchors:
         # Skips begin at multiples of their spans: an anchor there is followed by skips, not by single deltas.
         self._every = min(config.skip_spans, default=8)
         self._tombstones: dict[int, Found] = {}
+        self._known: dict[int, Way] = {}  # of manifests that were read for a path
 
     def committed(self, manifest: Manifest) -> None:
         if manifest.way.base < 0:
@@ -109,7 +110,8 @@ class Anchors:
 
     def _path(self, manifest: Manifest) -> Path:
         """From nothing, as a worker that joins now would go."""
-        return find_path(self._store, manifest, None, avoid=dead_edges(self._store, self._tombstones))
+        dead = dead_edges(self._store, self._tombstones)
+        return find_path(self._store, manifest, None, avoid=dead, known=self._known)
 
     def _begin(self, manifest: Manifest) -> None:
         """A trainer that goes on from its parent: the path to it tells."""

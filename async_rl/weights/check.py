@@ -8,7 +8,7 @@ version to version; a further delta is tried out on copies of its tiles, an anch
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path as FilePath
 
 from msgspec import Struct
@@ -28,6 +28,7 @@ from async_rl.weights.lineage import (
     read_manifest,
     version_key,
 )
+from async_rl.weights.parallel import side_by_side
 from async_rl.weights.plan import NOTHING, find_path
 from async_rl.weights.replay import FlatState
 from async_rl.weights.run import RunInfo
@@ -36,7 +37,6 @@ from async_rl.weights.ways import list_edges, read_way
 __all__ = ["CheckedWay", "Verified", "verify", "verify_all"]
 
 _MASK = (1 << 64) - 1
-_PARALLEL = 16
 
 Report = Callable[[str, int, int], None]
 """Called with what is done, how many of it are done, and of how many."""
@@ -102,8 +102,7 @@ def verify_all(
 ) -> Verified:
     """Every version's own way and every further way. Raises StoreErrors, WeightsError."""
     numbers = list_versions(store)
-    with ThreadPoolExecutor(_PARALLEL, thread_name_prefix="verify") as pool:
-        found = list(pool.map(lambda number: _read(store, number), numbers))
+    found = side_by_side(partial(_read, store), numbers)
     claims = read_claims(store)
     manifests = {each.version: each for each in found if isinstance(each, Manifest)}
     counting = {n: manifest for n, manifest in manifests.items() if admissible(manifest, claims)}

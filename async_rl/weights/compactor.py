@@ -20,7 +20,6 @@ import shutil
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path as FilePath
 from typing import NamedTuple
 
@@ -47,6 +46,7 @@ from async_rl.weights.lineage import (
     read_claims,
     read_manifest,
 )
+from async_rl.weights.parallel import side_by_side
 from async_rl.weights.replay import FlatState, places_of
 from async_rl.weights.run import RunInfo
 from async_rl.weights.ways import Edge, FurtherWay, list_edges, read_way, write_way
@@ -57,8 +57,6 @@ log = get_logger(__name__)
 
 WORTH_IT = 0.9
 """A skip is kept if it has fewer than this part of the bytes that it replaces."""
-
-_PARALLEL = 16
 
 
 class Skip(NamedTuple):
@@ -249,12 +247,11 @@ class Compactor:
             self._manifests[newest.version] = newest
         claims = read_claims(self._store)  # after the versions, see lineage.py
         if unread:
-            with ThreadPoolExecutor(min(_PARALLEL, len(unread)), thread_name_prefix="compact") as pool:
-                for number, manifest in zip(unread, pool.map(self._read, unread), strict=True):
-                    if manifest is None:
-                        self._unread.add(number)
-                    else:
-                        self._manifests[number] = manifest
+            for number, manifest in zip(unread, side_by_side(self._read, unread), strict=True):
+                if manifest is None:
+                    self._unread.add(number)
+                else:
+                    self._manifests[number] = manifest
         for number in [number for number in self._manifests if number <= oldest]:
             del self._manifests[number]
         counting = {n: m for n, m in self._manifests.items() if admissible(m, claims)}

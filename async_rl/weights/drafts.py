@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from msgspec import Struct
 
@@ -23,6 +24,7 @@ from async_rl.weights.changes import ChangedPacks, Cut, cut_tiles
 from async_rl.weights.codec import digest_of
 from async_rl.weights.full import FullPacks
 from async_rl.weights.lineage import Pack, Way, admissible, read_claims, read_manifest
+from async_rl.weights.parallel import side_by_side
 from async_rl.weights.plan import Path, find_path
 from async_rl.weights.ranks import Ranks, Report, exchange
 from async_rl.weights.run import RunInfo
@@ -33,8 +35,6 @@ __all__ = ["DeltaDraft", "Draft", "Finished", "WholeDraft", "path_to", "state_di
 log = get_logger(__name__)
 
 _MASK = (1 << 64) - 1
-_LOOKS = 8
-"""Requests side by side while the parent's packs are looked for."""
 
 
 class Finished(Struct, frozen=True):
@@ -177,8 +177,7 @@ def _digest_of_rows(run: RunInfo, shards: Shards, state: State) -> int:
         bits = state.bits(run.tensors[cut.tensor].name)
         return digest_of(bits[cut.start - cut.row_start : cut.stop - cut.row_start], cut.place)
 
-    with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0))), thread_name_prefix="digest") as pool:
-        return sum(pool.map(of, cut_tiles(list(shards.parts())))) & _MASK
+    return sum(side_by_side(of, cut_tiles(list(shards.parts())), len(os.sched_getaffinity(0)))) & _MASK
 
 
 def _is_same(store: ObjectStore, parent: int, digest: int) -> bool:
@@ -204,9 +203,8 @@ def path_to(store: ObjectStore, version: int) -> Path:
     while True:
         path = find_path(store, manifest, None, avoid=avoid)
         packs = {pack.key: (hop.way.base, hop.version) for hop in path.hops for pack in hop.way.packs}
-        with ThreadPoolExecutor(_LOOKS, thread_name_prefix="look") as pool:
-            there = pool.map(lambda key: _is_there(store, key), packs)
-            missing = {edge for edge, found in zip(packs.values(), there, strict=True) if not found}
+        there = side_by_side(partial(_is_there, store), packs)
+        missing = {edge for edge, found in zip(packs.values(), there, strict=True) if not found}
         if not missing:
             return path
         avoid |= missing

@@ -36,17 +36,18 @@ from async_rl.weights.deltas import Tile, check_tiles, read_table
 from async_rl.weights.fetch import BadPack, Fetcher, holds
 from async_rl.weights.files import FolderLock, disk_errors, write_at
 from async_rl.weights.gc import dead_edges
-from async_rl.weights.lineage import Manifest, Pack, read_manifest
+from async_rl.weights.lineage import Manifest, Pack, Way, read_manifest
 from async_rl.weights.packs import header
+from async_rl.weights.parallel import side_by_side
 from async_rl.weights.plan import NOTHING, Hop, find_path
 from async_rl.weights.plan import Path as Route
 from async_rl.weights.run import RunInfo
 from async_rl.weights.shadow import (
     MASK,
+    THREADS,
     CodedTile,
     Mapped,
     Shadow,
-    at_once,
     check_contents,
     full_ranges,
     read_held,
@@ -105,6 +106,7 @@ class Follower:
         self._lock: FolderLock | None = None
         self._adopted = False
         self._shadow: Shadow | None = None
+        self._known: dict[int, Way] = {}  # of manifests that were read for a plan
 
     @property
     def held(self) -> int | None:
@@ -143,6 +145,7 @@ class Follower:
                 except _BadEdge as bad:
                     log.warning("a way is of no use, looking for another", edge=bad.edge, reason=str(bad))
                     avoid.add(bad.edge)
+                    self._known.clear()  # what was read may be what is wrong
                     gone = dead_edges(self._store)
                     reasons.append(str(bad))
                 except _Spoilt as spoilt:
@@ -150,6 +153,7 @@ class Follower:
                         "the shadow is dropped and fetched anew", path=route.describe(), reason=str(spoilt)
                     )
                     self._drop()
+                    self._known.clear()
                     reasons.append(str(spoilt))
                     if route.start == NOTHING:  # else the shadow itself may have been damaged before
                         edges = [(hop.way.base, hop.version) for hop in route.hops]
@@ -162,11 +166,11 @@ class Follower:
     def _plan(self, manifest: Manifest, avoid: frozenset[Edge], gone: frozenset[Edge]) -> Route:
         """Around what was given up as garbage, where that leaves a path: it may still be there."""
         try:
-            return find_path(self._store, manifest, self.held, avoid=avoid | gone)
+            return find_path(self._store, manifest, self.held, avoid=avoid | gone, known=self._known)
         except WeightsError:
             if not gone:
                 raise
-            return find_path(self._store, manifest, self.held, avoid=avoid)
+            return find_path(self._store, manifest, self.held, avoid=avoid, known=self._known)
 
     def scrub(self) -> bool:
         """Hash the whole shadow. False where it is not what it was: it is then dropped, and the next `reach` starts
@@ -301,7 +305,7 @@ class Follower:
         if self._needs is not None:
             return self._fetch_needed(route, said)
         packs = list({pack.sha256: pack for hop in route.hops for pack in hop.way.packs}.values())
-        there = at_once(lambda pack: holds(self._file_of(pack), pack), packs)
+        there = side_by_side(lambda pack: holds(self._file_of(pack), pack), packs, THREADS)
         missing = {pack.sha256: pack for pack, have in zip(packs, there, strict=True) if not have}
         wanted = sum(pack.size for pack in missing.values())
         self._make_room(route, wanted)

@@ -19,8 +19,7 @@ finds again. Readers that meet a missing pack ask `dead_edges` and plan another 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
 import msgspec
@@ -43,6 +42,7 @@ from async_rl.weights.garbage import (
     plan,
 )
 from async_rl.weights.lineage import VERSIONS, Manifest, Way, admissible, read_claims, read_manifest
+from async_rl.weights.parallel import Report, side_by_side
 from async_rl.weights.readers import live_readers, store_now
 from async_rl.weights.ways import Edge, list_edges, read_way
 
@@ -59,13 +59,10 @@ log = get_logger(__name__)
 GC = "gc/"
 CHECKPOINTS = "checkpoints/"
 
-_PARALLEL = 16
 _TRIES = 5  # to announce, where others collect at the same time
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-Report = Callable[[str, int, int], None]
-"""Called with what is done, how many of it are done, and of how many."""
 
 
 def collect(
@@ -111,8 +108,8 @@ def _carry_out(
 ) -> None:
     given_up = fold(facts.tombstones).ways | set(tombstone.ways if tombstone else ())
     records = [way.key for way in facts.ways if way.key in given_up]
-    _each(store.delete, records, "deleting ways", report)
-    _each(store.delete, [each.key for each in planned.sweep], "deleting packs", report)
+    side_by_side(store.delete, records, what="deleting ways", report=report)
+    side_by_side(store.delete, [each.key for each in planned.sweep], what="deleting packs", report=report)
     log.info(
         "garbage collected",
         announced=len(planned.doomed),
@@ -143,7 +140,9 @@ def look(store: ObjectStore, report: Report | None = None) -> Facts:
     unreadable: set[int] = set()
     ways: list[Reachable] = []
     newest = NOTHING
-    found = _each(lambda number: _patiently(read_manifest, store, number), wanted, "manifests", report)
+    found = side_by_side(
+        lambda number: _patiently(read_manifest, store, number), wanted, what="manifests", report=report
+    )
     for number, manifest in zip(wanted, found, strict=True):
         if manifest is None:
             unreadable.add(number)
@@ -151,7 +150,9 @@ def look(store: ObjectStore, report: Report | None = None) -> Facts:
         counts = admissible(manifest, claims)
         newest = max(newest, number) if counts else newest
         ways.append(_own(manifest, manifests[number], counts))
-    read = _each(lambda edge: _patiently(_further_way, store, edge), edges, "ways", report)
+    read = side_by_side(
+        lambda edge: _patiently(_further_way, store, edge), edges, what="ways", report=report
+    )
     for edge, way in zip(edges, read, strict=True):
         if way is None:
             unreadable.add(edge.version)
@@ -197,7 +198,7 @@ def _read_tombstones(store: ObjectStore, infos: Mapping[int, ObjectInfo]) -> tup
             log.warning("a tombstone can't be read", key=info.key, reason=str(error))
             return None
 
-    return tuple(found for found in _each(read, list(infos.values())) if found is not None)
+    return tuple(found for found in side_by_side(read, infos.values()) if found is not None)
 
 
 def tombstone_key(number: int) -> str:
@@ -270,21 +271,3 @@ def _numbered_infos(infos: Iterable[ObjectInfo], prefix: str) -> dict[int, Objec
         if stem.isdecimal() and dot + suffix == ".json":
             found[int(stem)] = info
     return found
-
-
-def _each(
-    function: Callable[[Item], Result],
-    items: Sequence[Item],
-    what: str = "",
-    report: Report | None = None,
-) -> list[Result]:
-    """In order, side by side."""
-    if not items:
-        return []
-    results = []
-    with ThreadPoolExecutor(min(_PARALLEL, len(items)), thread_name_prefix="gc") as pool:
-        for result in pool.map(function, items):
-            results.append(result)
-            if report is not None:
-                report(what, len(results), len(items))
-    return results

@@ -26,7 +26,7 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from async_rl.errors import AlreadyExists, Corrupt, Fenced, WeightsError
+from async_rl.errors import AlreadyExists, Corrupt, Fenced, NotFound, WeightsError
 from async_rl.log import get_logger
 from async_rl.store.base import ObjectStore
 
@@ -48,6 +48,7 @@ __all__ = [
     "read_claims",
     "read_manifest",
     "version_key",
+    "wanted_version",
 ]
 
 log = get_logger(__name__)
@@ -236,6 +237,31 @@ def read_manifest(store: ObjectStore, version: int) -> Manifest:
     if manifest.version != version:
         raise Corrupt(f"{key} in {store.url} says it is version {manifest.version}")
     check_way(manifest.way, version, f"{key} in {store.url}")
+    return manifest
+
+
+def wanted_version(store: ObjectStore, version: int | None) -> Manifest:
+    """The manifest of `version`, or of the newest that counts (None). Raises WeightsError, Corrupt, StoreErrors."""
+    if version is None:
+        numbers = list_versions(store)
+        claims = read_claims(store)  # after the versions, see above
+        for number in reversed(numbers):
+            manifest = read_manifest(store, number)
+            if admissible(manifest, claims):
+                return manifest
+        raise WeightsError(f"the run {store.url} has no version yet", hint="wait for its trainer's first")
+    try:
+        manifest = read_manifest(store, version)
+    except NotFound as error:
+        numbers = list_versions(store)
+        there = f"it has {numbers[0]} to {numbers[-1]}" if numbers else "it has none yet"
+        raise WeightsError(f"the run {store.url} has no version {version}", hint=there) from error
+    if not admissible(manifest, read_claims(store)):
+        raise WeightsError(
+            f"version {version} does not count: trainer incarnation {manifest.incarnation} wrote it "
+            "when a newer one already owned the run",
+            hint="choose another version",
+        )
     return manifest
 
 

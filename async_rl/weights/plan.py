@@ -4,17 +4,15 @@ Versions are nodes, ways are edges with their bytes as cost; "nothing" is a node
 ways lead. One listing of ways/ shows all further ways. A version's own way stands in its manifest, and to
 read every manifest would make a late joiner's work linear in the versions it missed. So those that were not
 read are guessed (a delta from the version before, as large as the deltas known), and only the manifests on
-the best path found are read, until a path stands on facts alone. A wrong guess costs a few bytes more on the
-way, never a wrong state.
+the best path found are read, newest first, until one is not as guessed or the path stands on facts alone. A wrong
+guess costs a few bytes more on the way, never a wrong state.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from collections.abc import Iterable
 
 from msgspec import Struct
 
@@ -29,6 +27,7 @@ from async_rl.weights.lineage import (
     read_manifest,
     version_key,
 )
+from async_rl.weights.parallel import side_by_side
 from async_rl.weights.ways import Edge, list_edges, read_way
 
 __all__ = ["NOTHING", "Hop", "Path", "find_path"]
@@ -41,8 +40,11 @@ NOTHING = -1
 _READERS = 8
 """Manifests read side by side."""
 
-Item = TypeVar("Item")
-Result = TypeVar("Result")
+_BATCH = 4 * _READERS
+"""Manifests read between two looks at whether they are as guessed."""
+
+_KNOWN_MOST = 4096
+"""Ways that a planner remembers: a few MB."""
 
 
 class Hop(Struct, frozen=True):
@@ -91,11 +93,13 @@ def find_path(
     *,
     avoid: frozenset[tuple[int, int]] = frozenset(),
     context_free: bool = False,
+    known: dict[int, Way] | None = None,
 ) -> Path:
     """The cheapest path to `manifest`'s version from `held` (whose exact state the reader has) or from nothing.
 
     `avoid`: edges (base, version) that turned out to be of no use. `context_free`: only deltas that can be
-    read without the weights. Raises WeightsError where there is no path, StoreErrors.
+    read without the weights. Who asks often gives a dict of its own as `known`: manifests never change, so each is
+    read once. Raises WeightsError where there is no path, StoreErrors.
     """
     held = NOTHING if held is None else held
     if held == manifest.version:
@@ -104,7 +108,7 @@ def find_path(
     if held == manifest.way.base != NOTHING and usable:
         # The reader that keeps up: nothing is shorter than the change itself, and no request is needed to know it.
         return Path(held, (Hop(manifest.version, manifest.way, version_key(manifest.version)),))
-    search = _Search(store, manifest, avoid, context_free)
+    search = _Search(store, manifest, avoid, context_free, {} if known is None else known)
     while True:
         path = cheapest(search.steps(held), manifest.version, held)
         if path is None and search.read_down(held):
@@ -147,9 +151,15 @@ class _Search:
     """What is known of the graph so far."""
 
     def __init__(
-        self, store: ObjectStore, target: Manifest, avoid: frozenset[tuple[int, int]], context_free: bool
+        self,
+        store: ObjectStore,
+        target: Manifest,
+        avoid: frozenset[tuple[int, int]],
+        context_free: bool,
+        known: dict[int, Way],
     ) -> None:
         self._store, self._target, self._avoid, self._context_free = store, target, avoid, context_free
+        self._known = known
         self._edges = {edge for edge in list_edges(store) if edge.version <= target.version}
         self._own: dict[int, Way | None] = {target.version: target.way}  # None: of no use
         self._versions: list[int] | None = None
@@ -173,12 +183,16 @@ class _Search:
 
     def hops(self, path: list[_Step]) -> tuple[Hop, ...] | None:
         """The path's ways, or None where reading them has changed what is known: search again."""
-        guessed = [step.version for step in path if step.guessed]
+        guessed = [(step.base, step.version) for step in reversed(path) if step.guessed]
+        for start in range(0, len(guessed), _BATCH):
+            batch = guessed[start : start + _BATCH]
+            self._read(version for _, version in batch)
+            if any(self._base(version) != base for base, version in batch):
+                break  # a full version, or another branch: what is older may not be needed
         if guessed:
-            self._read(guessed)
             return None
         further = [step.further for step in path if step.further and step.further.key not in self._further]
-        for edge, way in zip(further, _at_once(self._way_of, further), strict=True):
+        for edge, way in zip(further, side_by_side(self._way_of, further, _READERS), strict=True):
             if way is None:
                 self._edges.discard(edge)
             else:
@@ -200,7 +214,7 @@ class _Search:
         unread = [version for version in self._listed(held, everything=True) if version not in self._own]
         if not unread:
             return False
-        self._read(unread[-4 * _READERS :])
+        self._read(unread[-_BATCH:])
         return True
 
     def _listed(self, held: int, everything: bool = False) -> list[int]:
@@ -225,12 +239,23 @@ class _Search:
             return max(1, sum(sizes) // len(sizes))
         return max(1, min((edge.nbytes for edge in self._edges if edge.base >= 0), default=2) // 2)
 
+    def _base(self, version: int) -> int | None:
+        """Of the version's own way, which was read; None: it is of no use."""
+        way = self._own[version]
+        return None if way is None else way.base
+
     def _read(self, versions: Iterable[int]) -> None:
         unread = [version for version in versions if version not in self._own]
-        for version, way in zip(unread, _at_once(self._own_way, unread), strict=True):
+        for version, way in zip(unread, side_by_side(self._own_way, unread, _READERS), strict=True):
             self._own[version] = way if way is not None and self._usable(way) else None
+            if way is not None:
+                self._known[version] = way
+        while len(self._known) > _KNOWN_MOST:
+            del self._known[next(iter(self._known))]  # the one read first
 
     def _own_way(self, version: int) -> Way | None:
+        if version in self._known:
+            return self._known[version]
         try:
             return read_manifest(self._store, version).way
         except (NotFound, Corrupt) as error:
@@ -249,10 +274,3 @@ class _Search:
 
     def _usable(self, way: Way) -> bool:
         return not (self._context_free and way.small)
-
-
-def _at_once(function: Callable[[Item], Result], items: list[Item]) -> list[Result]:
-    if len(items) < 2:
-        return [function(item) for item in items]
-    with ThreadPoolExecutor(min(_READERS, len(items)), thread_name_prefix="plan") as pool:
-        return list(pool.map(function, items))

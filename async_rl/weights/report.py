@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from collections.abc import Iterable, Sequence
 
 from msgspec import Struct
 
@@ -25,6 +23,7 @@ from async_rl.weights.lineage import (
     read_claims,
     read_manifest,
 )
+from async_rl.weights.parallel import Report, side_by_side
 from async_rl.weights.plan import NOTHING, find_path
 from async_rl.weights.run import RunInfo
 from async_rl.weights.ways import list_edges, read_way
@@ -41,16 +40,9 @@ __all__ = [
     "list_rows",
     "show",
     "usage",
-    "wanted_version",
 ]
 
-_PARALLEL = 16
 _STEPS_BACK = (1, 4, 16, 64, 256)  # where `show` plans paths from, beside nothing
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
-Report = Callable[[str, int, int], None]
-"""Called with what is done, how many of it are done, and of how many."""
 
 
 class Row(Struct, frozen=True):
@@ -154,30 +146,6 @@ def weights_of(run: RunInfo) -> int:
     return sum(math.prod(spec.shape) for spec in run.tensors)
 
 
-def wanted_version(store: ObjectStore, version: int | None) -> Manifest:
-    """The manifest of `version`, or of the newest that counts. Raises WeightsError, Corrupt."""
-    numbers = list_versions(store)  # before the claims, see lineage.py
-    claims = read_claims(store)
-    if version is None:
-        for number in reversed(numbers):
-            manifest = read_manifest(store, number)
-            if admissible(manifest, claims):
-                return manifest
-        raise WeightsError(f"the run {store.url} has no version yet", hint="wait for its trainer's first")
-    try:
-        manifest = read_manifest(store, version)
-    except NotFound as error:
-        there = f"it has {numbers[0]} to {numbers[-1]}" if numbers else "it has none yet"
-        raise WeightsError(f"the run {store.url} has no version {version}", hint=there) from error
-    if not admissible(manifest, claims):
-        raise WeightsError(
-            f"version {version} does not count: trainer incarnation {manifest.incarnation} wrote it "
-            "when a newer one already owned the run",
-            hint="choose another version",
-        )
-    return manifest
-
-
 # ---------------------------------------------------------------- ls
 
 
@@ -188,7 +156,9 @@ def list_rows(
     numbers = list_versions(store)
     if last is not None:
         numbers = numbers[-last:] if last else []
-    found = _each(lambda number: _manifest_or_why(store, number), numbers, "manifests", report)
+    found = side_by_side(
+        lambda number: _manifest_or_why(store, number), numbers, what="manifests", report=report
+    )
     claims = read_claims(store)
     bases: dict[int, list[int]] = {}
     for edge in list_edges(store, numbers[0] - 1) if numbers else ():
@@ -268,7 +238,7 @@ def show(store: ObjectStore, run: RunInfo, manifest: Manifest, base: int | None 
                 hint=f"there are ways from {there}",
             )
         chosen = matching[-1]
-    tables = _each(lambda pack: _tiles(store, run, pack), chosen.packs)
+    tables = side_by_side(lambda pack: _tiles(store, run, pack), chosen.packs)
     return Shown(
         manifest=manifest,
         ignored=not admissible(manifest, read_claims(store)),
@@ -404,21 +374,3 @@ _OTHERS = {
     "workers": "records",
     "clock": "records",
 }
-
-
-def _each(
-    function: Callable[[Item], Result],
-    items: Sequence[Item],
-    what: str = "",
-    report: Report | None = None,
-) -> list[Result]:
-    """In order, side by side."""
-    if not items:
-        return []
-    results = []
-    with ThreadPoolExecutor(min(_PARALLEL, len(items)), thread_name_prefix="report") as pool:
-        for result in pool.map(function, items):
-            results.append(result)
-            if report is not None:
-                report(what, len(results), len(items))
-    return results

@@ -13,10 +13,9 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -27,16 +26,17 @@ from async_rl.weights.codec import TILE, apply_tile, digest_of
 from async_rl.weights.deltas import Tile, tile_hash
 from async_rl.weights.files import write_whole
 from async_rl.weights.packs import read_header
+from async_rl.weights.parallel import side_by_side
 from async_rl.weights.run import RunInfo
 
 __all__ = [
     "HELD",
+    "THREADS",
     "CodedTile",
     "Held",
     "Mapped",
     "Ranges",
     "Shadow",
-    "at_once",
     "check_contents",
     "read_held",
     "shard_names",
@@ -46,7 +46,7 @@ __all__ = [
 
 HELD = ".async-rl.json"
 
-_THREADS = max(2, min(8, len(os.sched_getaffinity(0))))
+THREADS = max(2, min(8, len(os.sched_getaffinity(0))))
 """Of decoding and hashing. The kernels release the GIL; more than 8 are waiting for memory."""
 
 MASK = (1 << 64) - 1
@@ -54,9 +54,6 @@ MASK = (1 << 64) - 1
 
 Ranges = tuple[tuple[int, int], ...]
 """Per tensor of the run, in its order: first and last + 1 of the elements that are held."""
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
 
 
 class Held(Struct, frozen=True):
@@ -118,7 +115,7 @@ class Mapped:
             tensor, start, stop = job
             return digest_of(self.values(tensor)[start:stop], self.place(tensor) + start)
 
-        return sum(at_once(part, jobs)) & MASK
+        return sum(side_by_side(part, jobs, THREADS)) & MASK
 
 
 class Shadow:
@@ -181,7 +178,7 @@ class Shadow:
                 )
             return tile.moved
 
-        return sum(at_once(one, tiles)) & MASK
+        return sum(side_by_side(one, tiles, THREADS)) & MASK
 
 
 def full_ranges(run: RunInfo) -> Ranges:
@@ -239,12 +236,3 @@ def check_contents(run: RunInfo, files: Sequence[Path], weight_map: Mapping[str,
             found.add(name)
     if len(found) < len(wanted):
         raise Corrupt(f"{what} lacks {len(wanted) - len(found)} tensors, e.g. {min(wanted.keys() - found)}")
-
-
-def at_once(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-    """Every item's result, computed in threads."""
-    items = list(items)
-    if len(items) < 2:
-        return [function(item) for item in items]
-    with ThreadPoolExecutor(min(_THREADS, len(items)), thread_name_prefix="weights") as pool:
-        return list(pool.map(function, items))

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from async_rl.errors import Corrupt, NotFound, WeightsError
+from async_rl.errors import Corrupt, WeightsError
 from async_rl.log import get_logger
 from async_rl.store.base import ObjectStore
 from async_rl.weights.config import WeightsConfig
@@ -32,11 +32,11 @@ from async_rl.weights.follower import Follower, Progress
 from async_rl.weights.lineage import (
     Claim,
     Manifest,
-    admissible,
     list_versions,
     newest_admissible,
     read_claims,
     read_manifest,
+    wanted_version,
 )
 from async_rl.weights.run import RunInfo, fetch_model_files, open_run
 from async_rl.weights.shadow import HELD, Shadow, read_held
@@ -220,7 +220,7 @@ def _make_copy(
     progress: Progress | None,
     describe: Callable[[str], None] | None,
 ) -> None:
-    manifest = _wanted_version(store, run, version)
+    manifest = wanted_version(store, version)
     follower = Follower(store, run, config or WeightsConfig(), folder, folder / _INCOMING)
     try:
         shadow, route = follower.reach(manifest, progress)
@@ -249,26 +249,3 @@ def _complete(store: ObjectStore, run: RunInfo, local: LocalVersion, folder: Pat
         write_whole(folder / _INDEX, json.dumps(index, indent=2).encode())
     else:
         (folder / _INDEX).unlink(missing_ok=True)
-
-
-def _wanted_version(store: ObjectStore, run: RunInfo, version: int | None) -> Manifest:
-    if version is None:
-        newest = Subscriber(store, run, Path(), WeightsConfig()).newest()
-        if newest is None:
-            raise WeightsError(
-                f"the run {store.url} has no version yet", hint="wait for its trainer's first"
-            )
-        return newest
-    try:
-        manifest = read_manifest(store, version)
-    except NotFound as error:
-        numbers = list_versions(store)
-        there = f"it has {numbers[0]} to {numbers[-1]}" if numbers else "it has none yet"
-        raise WeightsError(f"the run {store.url} has no version {version}", hint=there) from error
-    if not admissible(manifest, read_claims(store)):
-        raise WeightsError(
-            f"version {version} does not count: trainer incarnation {manifest.incarnation} wrote it "
-            "when a newer one already owned the run",
-            hint="choose another version",
-        )
-    return manifest

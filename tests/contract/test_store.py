@@ -11,6 +11,7 @@ import pytest
 
 from async_rl.errors import AlreadyExists, NotFound, StoreError
 from async_rl.store import ObjectStore, StoreConfig, open_store
+from async_rl.store.base import BLOCK_BYTES
 from tests.servers import S3Server
 
 CONFIG = StoreConfig(part_bytes=5 << 20, retry_limit_s=30)
@@ -56,6 +57,32 @@ def test_what_is_put_comes_back_whole_and_in_ranges(store: ObjectStore, data: by
         (size // 3, size // 3),
     ]:
         assert store.get("k/object", start, length) == data[start:][:length], (start, length)
+
+
+def test_a_stream_brings_the_same_bytes_in_small_blocks(store: ObjectStore) -> None:
+    data = bytes(range(256)) * 4099
+    store.put("k", data)
+    for start, length in [(0, len(data)), (0, 0), (1, 1), (len(data) // 3, len(data) // 2), (len(data), 0)]:
+        blocks = list(store.stream("k", start, length))
+        assert b"".join(blocks) == data[start:][:length], (start, length)
+        assert all(0 < len(block) <= BLOCK_BYTES for block in blocks)
+
+
+def test_a_stream_of_what_is_not_there_is_an_error_not_a_short_answer(store: ObjectStore) -> None:
+    store.put("k", b"12345")
+    for start, length in [(0, 6), (4, 2), (5, 1), (9, 3)]:
+        with pytest.raises(StoreError, match="5 bytes"):
+            list(store.stream("k", start, length))
+    with pytest.raises(NotFound):
+        list(store.stream("missing", 0, 1))
+
+
+def test_a_stream_may_be_left_half_way(store: ObjectStore) -> None:
+    data = bytes(range(256)) * 4099
+    store.put("k", data)
+    for _ in range(40):  # more often than there are connections
+        next(iter(store.stream("k", 0, len(data))))
+    assert store.get("k") == data
 
 
 def test_a_memoryview_is_stored_like_bytes(store: ObjectStore) -> None:

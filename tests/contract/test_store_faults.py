@@ -189,6 +189,16 @@ def test_a_body_that_ends_early_is_fetched_again(faulty_s3: FaultyS3, fault: obj
         assert len(faulty_s3.seen) == 3
 
 
+@pytest.mark.parametrize("fault", [cut(0), cut(300_000), stall(300_000)], ids=["cut at 0", "cut", "stall"])
+def test_a_stream_that_breaks_off_goes_on_where_it_broke(faulty_s3: FaultyS3, fault: object) -> None:
+    store = open_store(faulty_s3.url, StoreConfig(retry_limit_s=10, read_timeout_s=0.5))
+    data = bytes(range(256)) * 4096
+    store.put("k", data)
+    faulty_s3.script(fault, fault)
+    assert b"".join(store.stream("k", 100, 900_000)) == data[100:][:900_000]
+    assert len(faulty_s3.seen) == 3
+
+
 def test_a_server_that_ignores_ranges_is_found_out(faulty_s3: FaultyS3) -> None:
     store = open_store(faulty_s3.url, QUICK)
     store.put("k", b"0123456789")

@@ -11,8 +11,8 @@ from async_rl.weights.check import Verified, verify, verify_all
 from async_rl.weights.config import WeightsConfig
 from async_rl.weights.difference import difference
 from async_rl.weights.gc import collect
-from async_rl.weights.lineage import version_key
-from async_rl.weights.report import full_bytes, list_rows, show, usage, wanted_version
+from async_rl.weights.lineage import version_key, wanted_version
+from async_rl.weights.report import full_bytes, list_rows, show, usage
 from async_rl.weights.ways import read_way
 from tests.weights_support import History
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_rl.errors import WeightsError
-from async_rl.weights import lineage
+from async_rl.weights import lineage, plan
 from async_rl.weights.lineage import Manifest, Pack, TableRef, Way
 from async_rl.weights.plan import NOTHING, Path, find_path
 from async_rl.weights.ways import FurtherWay, write_way
@@ -114,6 +114,54 @@ def test_skips_make_a_late_joiner_read_a_handful_of_objects() -> None:
     assert shape(path) == [0, 256, 257]
     assert run.reads("versions/") + run.reads("ways/") <= 6
     assert "from version 0: 256 (+256)" in path.describe()
+
+
+def test_a_join_after_a_long_chain_reads_the_objects_of_its_path_and_no_more() -> None:
+    run = Run()
+    newest = run.chain(2050, spans={16: 90, 64: 250, 256: 600})
+    run.store.calls.clear()
+    path = find_path(run.store, newest, None)
+    assert shape(path) == [NOTHING, 0, *range(256, 2049, 256), 2049, 2050]
+    assert run.reads("versions/") + run.reads("ways/") <= len(path.hops) + 2
+
+
+def test_a_full_version_after_a_resume_costs_a_joiner_only_what_follows_it() -> None:
+    run = Run()
+    run.chain(900)
+    newest = run.version(901, -1, FULL)
+    for number in range(902, 1001):
+        newest = run.version(number, number - 1, 10)
+    run.store.calls.clear()
+    assert shape(find_path(run.store, newest, None)) == [NOTHING, *range(901, 1001)]
+    assert run.reads("versions/") <= 100 + 32
+
+
+def test_a_planner_that_asks_again_reads_only_what_is_new() -> None:
+    run = Run()
+    newest = run.chain(70)
+    run.store.delete(lineage.version_key(0))
+    known: dict[int, Way] = {}
+    with pytest.raises(WeightsError):
+        find_path(run.store, newest, None, known=known)
+    run.store.calls.clear()
+    with pytest.raises(WeightsError):
+        find_path(run.store, newest, None, known=known)
+    assert run.reads("versions/") == 0
+    newest = run.version(71, 70, 10)
+    with pytest.raises(WeightsError):
+        find_path(run.store, newest, None, known=known)
+    assert run.reads("versions/") == 1, "version 70's; the newest one's is at hand"
+    run.version(0, -1, FULL)
+    assert shape(find_path(run.store, newest, None, known=known)) == [NOTHING, *range(72)]
+
+
+def test_what_a_planner_remembers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "_KNOWN_MOST", 20)
+    run = Run()
+    newest = run.chain(70)
+    known: dict[int, Way] = {}
+    assert shape(find_path(run.store, newest, None, known=known)) == [NOTHING, *range(71)]
+    assert len(known) == 20
 
 
 def test_an_anchor_is_taken_where_it_is_cheaper_than_the_path_from_what_is_held() -> None:
