@@ -48,7 +48,7 @@ __all__ = [
 
 log = get_logger(__name__)
 
-FORMAT = 2
+FORMAT = 3
 """Of run.json and everything it implies. A reader refuses a greater number."""
 
 RUN_KEY = "run.json"

@@ -90,6 +90,12 @@ def test_a_small_tile_on_another_base_is_refused_or_stays_inside(pair, other):
         apply_guarded(Mode.SMALL, coded_by(Mode.SMALL, *pair), other[0])
 
 
+def packed(sequences):
+    """Of (numbers, span) each."""
+    lengths, spans = [len(values) for values, _ in sequences], [span for _, span in sequences]
+    return pack(np.concatenate([values for values, _ in sequences]), lengths, spans)
+
+
 def numbers_of(*values):
     return np.array(values, np.uint32)
 
@@ -97,15 +103,15 @@ def numbers_of(*values):
 @pytest.mark.parametrize(
     ("mode", "data"),
     [
-        (Mode.STEPS, put_varint(1) + pack([(numbers_of(100), 200), (numbers_of(0), 0)])),
-        (Mode.STEPS, put_varint(2) + pack([(numbers_of(98, 1), 200), (numbers_of(0, 0), 0)])),
-        (Mode.STEPS, put_varint(1) + pack([(numbers_of(5), 200), (numbers_of(0xFFFF), 0)])),
+        (Mode.STEPS, put_varint(1) + packed([(numbers_of(100), 200), (numbers_of(0), 0)])),
+        (Mode.STEPS, put_varint(2) + packed([(numbers_of(98, 1), 200), (numbers_of(0, 0), 0)])),
+        (Mode.STEPS, put_varint(1) + packed([(numbers_of(5), 200), (numbers_of(0xFFFF), 0)])),
         (
             Mode.STEPS,
-            put_varint(101) + pack([(np.zeros(101, np.uint32), 200), (np.zeros(101, np.uint32), 0)]),
+            put_varint(101) + packed([(np.zeros(101, np.uint32), 200), (np.zeros(101, np.uint32), 0)]),
         ),
-        (Mode.DENSE, put_varint(1) + pack([(numbers_of(*[0] * 99, 0x10000), 0)])),
-        (Mode.DENSE, put_varint(2) + pack([(numbers_of(*[0] * 99, 1), 0)])),
+        (Mode.DENSE, put_varint(1) + packed([(numbers_of(*[0] * 99, 0x10000), 0)])),
+        (Mode.DENSE, put_varint(2) + packed([(numbers_of(*[0] * 99, 1), 0)])),
     ],
     ids=[
         "first gap",

@@ -28,7 +28,7 @@ from async_rl.weights.codec.jit import (
     U16_OUT,
     U32,
     U32_OUT,
-    helper,
+    inlined,
     int64,
     kernel,
     load_u64,
@@ -60,8 +60,8 @@ LOW_STATE = 1 << 32
 SPARE = 3
 
 Blocks = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""Sums of the weights of the parts, uint16 [parts], all of 16 elements but the last; of the blocks, likewise; and the
-blocks' contexts, uint8."""
+"""Sums of the weights of the parts, uint16 [blocks << shift], 0 past the last element; of the blocks; and the blocks'
+contexts, uint8."""
 
 
 def first_context(weight: float, shift: int) -> int:
@@ -73,10 +73,9 @@ def first_context(weight: float, shift: int) -> int:
 def split(base: np.ndarray, model: Model, shift: int, first: int) -> tuple[Blocks, np.ndarray]:
     """Blocks of 16 << `shift` elements, in scratch; how many there are in each context, int64 [CONTEXTS]. `first` is
     the size of a sum, in half octaves, up to which blocks are in the first context."""
-    parts = -(-len(base) >> PART_BITS)
-    blocks = -(-parts >> shift)
+    blocks = -(-len(base) >> (PART_BITS + shift))
     made = (
-        scratch("parts", parts, np.uint16),
+        scratch("parts", blocks << shift, np.uint16),
         scratch("sums", blocks, np.uint16),
         scratch("contexts", blocks, np.uint8),
     )
@@ -87,7 +86,7 @@ def split(base: np.ndarray, model: Model, shift: int, first: int) -> tuple[Block
 
 if HAS_SUM_16:
 
-    @helper
+    @inlined
     def _weigh(
         base: np.ndarray,
         at: int,
@@ -103,7 +102,7 @@ if HAS_SUM_16:
 
 else:
 
-    @helper
+    @inlined
     def _weigh(
         base: np.ndarray,
         at: int,
@@ -119,7 +118,7 @@ else:
         return total
 
 
-@helper
+@inlined
 def _weigh_4(weights: np.ndarray, four: Any) -> int:
     """Of four elements, in one word."""
     mask = uint64(0xFF)
@@ -128,7 +127,7 @@ def _weigh_4(weights: np.ndarray, four: Any) -> int:
     return low + high
 
 
-@helper
+@inlined
 def _slot(place: int, total: int) -> int:
     """The first that is not below `place` of `total`."""
     scaled = (uint64(place) << uint64(16)) + uint64(total - 1)
@@ -152,19 +151,30 @@ def _split(
     whole = len(base) >> PART_BITS
     for part in range(whole):
         parts[part] = _weigh(base, part << PART_BITS, 16, limit, weights, low_bytes, high_bytes)
-    if whole < len(parts):
+    if whole << PART_BITS < len(base):
         rest = 0
         for i in range(whole << PART_BITS, len(base)):
             rest += weights[(int64(base[i]) >> 7) & 0xFF]
         parts[whole] = rest
+    for part in range(-(-len(base) >> PART_BITS), len(parts)):
+        parts[part] = 0
+    if shift == 0:
+        for block in range(len(sums)):
+            sums[block] = parts[block]
+    elif shift == 1:
+        for block in range(len(sums)):
+            sums[block] = parts[2 * block] + parts[2 * block + 1]
+    else:
+        for block in range(len(sums)):
+            at = 4 * block
+            sums[block] = parts[at] + parts[at + 1] + parts[at + 2] + parts[at + 3]
+    tallies = np.zeros(4 * CONTEXTS, np.int64)  # four, so that no sum waits for itself
     for block in range(len(sums)):
-        total = 0
-        for part in range(block << shift, min((block + 1) << shift, len(parts))):
-            total += int64(parts[uint64(part)])
-        context = min(max((symbol_of(total) >> 1) - first, 0), CONTEXTS - 1)
-        sums[block] = total
+        context = min(max((symbol_of(int64(sums[block])) >> 1) - first, 0), CONTEXTS - 1)
         contexts[block] = context
-        sizes[uint64(context)] += 1
+        tallies[uint64((block & 3) * CONTEXTS + context)] += 1
+    for i in range(4 * CONTEXTS):
+        sizes[i & (CONTEXTS - 1)] += tallies[i]
     return 0
 
 
@@ -227,7 +237,7 @@ def survey(
         block = part >> shift
         numbers[uint64(block)] += 1
         low = 0
-        for before in range(block << shift, min((block + 1) << shift, len(parts)) - 1):
+        for before in range(block << shift, ((block + 1) << shift) - 1):
             low += int64(parts[uint64(before)]) & -int64(before < part)
         at = part << PART_BITS
         if at + 16 <= len(base):
@@ -249,7 +259,7 @@ def survey(
     return cold
 
 
-@helper
+@inlined
 def _put(state: Any, slot: Any, width: Any, words: np.ndarray, at: int) -> tuple[Any, int]:
     words[uint64(at)] = state & uint64(0xFFFFFFFF)  # kept if `at` moves on
     full = int64((state >> uint64(48)) >= width)
@@ -315,7 +325,7 @@ def spread(
     return 0 if found == room and not weightless else BAD
 
 
-@helper
+@inlined
 def _find(
     base: np.ndarray, weights: np.ndarray, parts: np.ndarray, shift: int, block: int, target: int
 ) -> tuple[int, int, int]:
@@ -324,7 +334,7 @@ def _find(
     at = block << shift
     first = at
     low = end = 0
-    for i in range(first, min(first + (1 << shift), len(parts)) - 1):
+    for i in range(first, first + (1 << shift) - 1):
         more = int64(parts[uint64(i)])
         end += more
         past = int64(end <= target)

@@ -20,7 +20,7 @@ from async_rl.weights.codec.jit import (
     U64,
     count_bits,
     differ_64,
-    helper,
+    inlined,
     int64,
     kernel,
     low_bit,
@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 
-@helper
+@inlined
 def _mix(key: Any) -> Any:
     key ^= key >> uint64(30)
     key *= uint64(0xBF58476D1CE4E5B9)
@@ -49,12 +49,12 @@ def _mix(key: Any) -> Any:
     return key ^ (key >> uint64(31))
 
 
-@helper
+@inlined
 def _hash(place: int, bits: int) -> Any:
     return _mix(uint64((place << 16) | bits))
 
 
-@helper
+@inlined
 def ordered(bits: int) -> int:
     """Sign and magnitude -> two's complement of 16 bits, one to one: -0 is just below +0. Its own inverse."""
     return bits ^ ((bits >> 15) * 0x7FFF)
@@ -68,7 +68,7 @@ def digest(values: np.ndarray, place: int) -> Any:
     return total
 
 
-@helper
+@inlined
 def put_places(mask: Any, at: int, positions: np.ndarray, found: int) -> int:
     """Writes `at` plus the index of every set bit from positions[found] on, where 64 are left; the place after. Four
     are written always, as most masks have no more, and how many can't be predicted."""
@@ -115,23 +115,30 @@ def measure(base: np.ndarray, new: np.ndarray, place: int, positions: np.ndarray
     return total
 
 
-@kernel(I64, U16, U16, U32_OUT)
-def differences(base: np.ndarray, new: np.ndarray, numbers: np.ndarray) -> int:
-    """The step of every element, as a number: 0, 1, 2, 3, … for 0, -1, 1, -2, …"""
+@kernel(U64, U16, U16, I64, U32_OUT)
+def differences(base: np.ndarray, new: np.ndarray, place: int, numbers: np.ndarray) -> Any:
+    """Fills in the step of every element, as a number: 0, 1, 2, 3, … for 0, -1, 1, -2, …; what the change adds to the
+    digest."""
+    total = uint64(0)
     for i in range(len(base)):
-        step = ordered(int64(new[i])) - ordered(int64(base[i]))
+        before, after = int64(base[i]), int64(new[i])
+        step = ordered(after) - ordered(before)
         numbers[i] = ((step << 1) ^ -((step >> 15) & 1)) & 0xFFFF
-    return 0
+        total += _hash(place + i, after) - _hash(place + i, before)
+    return total
 
 
-@kernel(I64, U16_OUT, U32)
-def apply_all(values: np.ndarray, numbers: np.ndarray) -> int:
-    """The inverse, in place. Numbers are below 2^16."""
+@kernel(U64, U16_OUT, U32, I64)
+def apply_all(values: np.ndarray, numbers: np.ndarray, place: int) -> Any:
+    """The inverse of differences, in place; what that adds to the digest. Numbers are below 2^16."""
+    total = uint64(0)
     for i in range(len(values)):
         number = int64(numbers[i])
-        step = (number >> 1) ^ -(number & 1)
-        values[i] = ordered((ordered(int64(values[i])) + step) & 0xFFFF)
-    return 0
+        before = int64(values[i])
+        after = ordered((ordered(before) + ((number >> 1) ^ -(number & 1))) & 0xFFFF)
+        values[i] = after
+        total += _hash(place + i, after) - _hash(place + i, before)
+    return total
 
 
 @kernel(U64, U16_OUT, U32, I16, I64)

@@ -40,6 +40,7 @@ __all__ = [
     "differ_64",
     "helper",
     "high_bit",
+    "inlined",
     "int64",
     "kernel",
     "load_u16",
@@ -103,6 +104,12 @@ def kernel(result: Any, *arguments: Any) -> Callable[[F], F]:
 def helper(function: F) -> F:
     """Compiled into the kernels that call it."""
     made: F = njit(nogil=True, error_model="numpy")(function)
+    return made
+
+
+def inlined(function: F) -> F:
+    """A helper for inner loops: a call would pass every array as seven words on the stack."""
+    made: F = njit(nogil=True, error_model="numpy", forceinline=True)(function)
     return made
 
 

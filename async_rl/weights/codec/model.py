@@ -88,26 +88,16 @@ def plan_small(base: np.ndarray, positions: np.ndarray, steps: np.ndarray) -> Sm
     numbers = scratch("numbers", (EXPONENTS + 1) * STEP_SYMBOLS, np.int64)
     numbers[:] = 0
     _count(base, positions, steps, elements, changes, numbers)
-    limit = _hot_limit(elements, changes)  # the exponents below it are hot
-    top = min(limit + WEIGHTS - 2, EXPONENTS - 1)  # the last with a level of its own
-    for counts in (elements, changes):
-        counts[top] = counts[top:].sum()
-        counts[top + 1 :] = 0
+    limit = _set_limit(elements, changes)
     levels = np.zeros(EXPONENTS, np.int64)
     bits = _weigh_cold(elements, changes, numbers, limit, levels)
     bits += _group_hot(elements, changes, numbers, limit, levels)
     model = model_of(levels, limit)
-    used = np.flatnonzero(changes)
-    return SmallPlan(
-        levels,
-        model,
-        int(used[0]),
-        int(used[-1]),
-        int(changes[limit:].sum()),
-        float(np.dot(elements, model.weights)) / len(base),
-        bits,
-        _bits(numbers[EXPONENTS * STEP_SYMBOLS :], len(base) - len(positions)),
-    )
+    facts = np.zeros(4, np.int64)
+    _tell(elements, changes, model.weights, limit, facts)
+    first, last, cold, weight = facts.tolist()
+    without = _bits(numbers[EXPONENTS * STEP_SYMBOLS :], len(base) - len(positions))
+    return SmallPlan(levels, model, first, last, cold, weight / len(base), bits, without)
 
 
 def model_of(levels: np.ndarray, limit: int) -> Model:
@@ -157,17 +147,39 @@ def _fill(
     return group + 1
 
 
-@kernel(I64, I64_IN, I64_IN)
-def _hot_limit(elements: np.ndarray, changes: np.ndarray) -> int:
-    """The exponent from which on all are cold, but for a few changes."""
-    total = above = 0
+@kernel(I64, I64_OUT, I64_OUT)
+def _set_limit(elements: np.ndarray, changes: np.ndarray) -> int:
+    """The exponent from which on all are cold, but for a few changes. The last exponent with a level of its own then
+    stands for those above."""
+    total = above = limit = 0
     for exponent in range(EXPONENTS):
         total += changes[exponent]
     for exponent in range(EXPONENTS - 1, -1, -1):
         if changes[exponent] and changes[exponent] >= HOT_FROM * elements[exponent]:
             above += changes[exponent]
         if above > STRAY * total:
-            return exponent + 1
+            limit = exponent + 1
+            break
+    top = min(limit + WEIGHTS - 2, EXPONENTS - 1)
+    for exponent in range(top + 1, EXPONENTS):
+        for counts in (elements, changes):
+            counts[top] += counts[exponent]
+            counts[exponent] = 0
+    return limit
+
+
+@kernel(I64, I64_IN, I64_IN, I64_IN, I64, I64_OUT)
+def _tell(
+    elements: np.ndarray, changes: np.ndarray, weights: np.ndarray, limit: int, facts: np.ndarray
+) -> int:
+    """`facts`, zeros before: first and last exponent that changes, cold changes, what all elements weigh."""
+    for exponent in range(EXPONENTS - 1, -1, -1):
+        if changes[exponent]:
+            facts[0] = exponent
+            facts[1] = max(facts[1], exponent)
+            if exponent >= limit:
+                facts[2] += changes[exponent]
+        facts[3] += elements[exponent] * weights[exponent]
     return 0
 
 

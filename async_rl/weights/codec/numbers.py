@@ -16,7 +16,18 @@ from collections.abc import Sequence
 import numpy as np
 import zstandard
 
-from async_rl.weights.codec.jit import I64, I64_IN, I64_OUT, U8, U8_OUT, U32_OUT, kernel, load_u16
+from async_rl.weights.codec.jit import (
+    I64,
+    I64_IN,
+    I64_OUT,
+    U8,
+    U8_OUT,
+    U16_OUT,
+    U32,
+    U32_OUT,
+    kernel,
+    load_u16,
+)
 from async_rl.weights.codec.rans import BAD, LOW, SYMBOLS, fold, get_symbols, put_symbols, unfold
 from async_rl.weights.codec.scratch import scratch
 from async_rl.weights.codec.tables import (
@@ -34,7 +45,7 @@ __all__ = ["get_varint", "pack", "put_varint", "unpack"]
 IN_TURNS = 2048
 """Symbols from which four states are worth their 8 bytes."""
 
-OPEN_FROM = 64
+OPEN_FROM = 1024
 """Bytes of open bits, beyond two bits a number, from which other forms are tried."""
 
 SAMPLE = 1 << 10
@@ -47,51 +58,102 @@ PLANES_GAIN = 1.005
 """Planes may be a little longer: they are read five times as fast."""
 
 
-def pack(sequences: Sequence[tuple[np.ndarray, int]]) -> bytes:
-    """Of (uint32 [n], span) each. `span` as in put_table; empty sequences take nothing."""
-    total = sum(len(values) for values, _ in sequences)
+def pack(values: np.ndarray, lengths: Sequence[int], spans: Sequence[int]) -> bytes:
+    """Of sequences that follow one another in `values`, uint32 [sum of lengths]. `spans` as in put_table; empty
+    sequences take nothing."""
+    total = len(values)
     if not total:
         return b""
-    states = np.full(4 if total >= IN_TURNS else 1, LOW, np.int64)
-    header = np.zeros(len(sequences) * TABLE_BITS + 1, np.uint8)
-    header[0] = len(states) == 4
-    header_end = 1
-    low = scratch("open", 4 * total + len(sequences) + 16, np.uint8)
-    low_end = 0
-    all_symbols = scratch("symbols", total, np.uint8)
-    first = 0
-    coded = []
+    sizes, gaps_among = np.array(lengths, np.int64), np.array(spans, np.int64)
+    symbols = scratch("symbols", total, np.uint8)
+    low = scratch("open", 4 * total + len(sizes) + 16, np.uint8)
+    counts, low_sizes = np.zeros(len(sizes) * SYMBOLS, np.int64), np.empty(len(sizes), np.int64)
+    low_end = _fold(values, sizes, symbols, counts, low, low_sizes)
+    forms = np.zeros(len(sizes), np.int64)
+    kept: list[memoryview] = [low[:low_end].data]
     others: list[bytes] = []
-    for values, span in sequences:
-        if len(values):
-            symbols, frequencies = all_symbols[first : first + len(values)], np.empty(SYMBOLS, np.int64)
-            first += len(values)
-            counts = np.zeros(SYMBOLS, np.int64)
-            before, low_end = low_end, fold(values, symbols, counts, low, low_end)
-            if span == 0 and low_end - before > OPEN_FROM + len(values) // 4:
-                form, symbols, counts, data = _in_another_form(values, symbols, counts, low_end - before)
-                if form != AS_SYMBOLS:
-                    header_end = put_form(form, header, header_end)
-                    low_end = before
-                    others.append(data)
-                if form == IN_PLANES:
-                    continue
-            header_end = put_table(counts, span, frequencies, header, header_end)
-            coded.append((symbols, frequencies))
-    words = scratch("symbol_words", total + 8, np.uint16)
-    last = at = len(words) - 1
-    for symbols, frequencies in reversed(coded):
-        at = put_symbols(symbols, frequencies, states, words, at)
-    head = np.packbits(header[:header_end], bitorder="little")
-    return b"".join(
-        (
-            head.data,
-            states.astype("<u4").data,
-            words[at + 1 : last + 1].astype("<u2", copy=False).data,
-            low[:low_end].data,
-            *others,
+    for index in np.flatnonzero((gaps_among == 0) & (low_sizes > OPEN_FROM + sizes // 4)).tolist():
+        first = int(sizes[:index].sum())
+        here, row = slice(first, first + int(sizes[index])), slice(index * SYMBOLS, (index + 1) * SYMBOLS)
+        form, symbols[here], counts[row], data = _in_another_form(
+            values[here], symbols[here], counts[row], int(low_sizes[index])
         )
-    )
+        if form != AS_SYMBOLS:
+            forms[index] = form
+            others.append(data)
+    if others:
+        kept = [
+            low[end - size : end].data
+            for end, size, form in zip(np.cumsum(low_sizes), low_sizes, forms, strict=True)
+            if form == AS_SYMBOLS
+        ]
+    states = np.full(4 if total >= IN_TURNS else 1, LOW, np.int64)
+    header = np.zeros(len(sizes) * TABLE_BITS + 1, np.uint8)
+    words = scratch("symbol_words", total + 8, np.uint16)
+    ends = np.empty(2, np.int64)
+    _write(symbols, sizes, gaps_among, forms, counts, header, states, words, ends)
+    head = np.packbits(header[: ends[0]], bitorder="little")
+    used = words[ends[1] :].astype("<u2", copy=False)
+    return b"".join((head.data, states.astype("<u4").data, used.data, *kept, *others))
+
+
+@kernel(I64, U32, I64_IN, U8_OUT, I64_OUT, U8_OUT, I64_OUT)
+def _fold(
+    values: np.ndarray,
+    lengths: np.ndarray,
+    symbols: np.ndarray,
+    counts: np.ndarray,
+    low: np.ndarray,
+    low_sizes: np.ndarray,
+) -> int:
+    """All sequences' symbols, counts (zeros before), and open bits with their bytes. The byte after."""
+    tallies = np.zeros(4 * SYMBOLS, np.int64)
+    first = at = 0
+    for index in range(len(lengths)):
+        stop = first + lengths[index]
+        before = at
+        if stop > first:
+            at = fold(values, first, stop, symbols, tallies, low, at)
+            for i in range(len(tallies)):
+                counts[index * SYMBOLS + (i & (SYMBOLS - 1))] += tallies[i]
+                tallies[i] = 0
+        low_sizes[index] = at - before
+        first = stop
+    return at
+
+
+@kernel(I64, U8, I64_IN, I64_IN, I64_IN, I64_IN, U8_OUT, I64_OUT, U16_OUT, I64_OUT)
+def _write(
+    symbols: np.ndarray,
+    lengths: np.ndarray,
+    spans: np.ndarray,
+    forms: np.ndarray,
+    counts: np.ndarray,
+    bits: np.ndarray,
+    states: np.ndarray,
+    words: np.ndarray,
+    ends: np.ndarray,
+) -> int:
+    """Tables, one bit a byte, into `bits`, zeros before; words to the end of `words`. `ends`: of the bits, and the
+    first word."""
+    frequencies = np.empty(len(counts), np.int64)
+    bits[0] = len(states) == 4
+    end = 1
+    for index in range(len(lengths)):
+        if lengths[index]:
+            if forms[index] != AS_SYMBOLS:
+                end = put_form(forms[index], bits, end)
+            if forms[index] != IN_PLANES:
+                end = put_table(counts, index * SYMBOLS, spans[index], frequencies, bits, end)
+    stop = len(symbols)
+    at = len(words) - 1
+    for index in range(len(lengths) - 1, -1, -1):
+        first = stop - lengths[index]
+        if lengths[index] and forms[index] != IN_PLANES:
+            at = put_symbols(symbols, first, stop, frequencies, index * SYMBOLS, states, words, at)
+        stop = first
+    ends[0], ends[1] = end, at + 1
+    return 0
 
 
 def _in_another_form(

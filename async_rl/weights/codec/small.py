@@ -56,7 +56,8 @@ def encode_small(
     hot, hot_groups, in_group = find_hot(base, model)
     sizes = _sizes(in_context, cold, in_group)
     starts = np.cumsum(sizes) - sizes
-    told = scratch("told", int(sizes.sum()) + 1, np.uint32)
+    size = int(sizes.sum())
+    told = scratch("told", size + 1, np.uint32)
     slots, widths = scratch("slots", cold + 1, np.uint32), scratch("widths", cold, np.uint32)
     numbers = scratch("block_numbers", len(blocks[1]), np.uint8)
     told_steps = told[starts[CONTEXTS] :]
@@ -76,10 +77,16 @@ def encode_small(
         first,
         len(words) - first_word,
     )
-    sections = [(told[start : start + size], 0) for start, size in zip(starts, sizes, strict=True)]
     levels = plan.levels[plan.first : plan.last + 1].astype(np.uint8)
     picks = words[first_word:].astype("<u4", copy=False)
-    return b"".join((*map(put_varint, head), levels.data, picks.data, pack(sections)))
+    return b"".join(
+        (
+            *map(put_varint, head),
+            levels.data,
+            picks.data,
+            pack(told[:size], sizes.tolist(), [0] * len(sizes)),
+        )
+    )
 
 
 def decode_small(data: np.ndarray, base: np.ndarray) -> list[Steps] | None:

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from async_rl.weights.codec.jit import I16, I16_OUT, I64, U32, U32_OUT, helper, int64, kernel, uint64
+from async_rl.weights.codec.jit import I16, I16_OUT, I64, U32, U32_OUT, inlined, int64, kernel, uint64
 from async_rl.weights.codec.numbers import get_varint, pack, put_varint, unpack
 from async_rl.weights.codec.rans import BAD
+from async_rl.weights.codec.scratch import scratch
 
 __all__ = [
     "decode_dense",
@@ -30,9 +31,10 @@ Steps = tuple[np.ndarray, np.ndarray]
 
 
 def encode_steps(positions: np.ndarray, steps: np.ndarray, count: int) -> bytes:
-    gaps, numbers = np.empty(len(positions), np.uint32), np.empty(len(positions), np.uint32)
-    _to_numbers(positions, steps, gaps, numbers)
-    return put_varint(len(positions)) + pack([(gaps, count), (numbers, 0)])
+    changes = len(positions)
+    told = scratch("told", 2 * changes, np.uint32)
+    _to_numbers(positions, steps, told[:changes], told[changes:])
+    return put_varint(changes) + pack(told, [changes, changes], [count, 0])
 
 
 def decode_steps(data: np.ndarray, count: int) -> Steps | None:
@@ -49,14 +51,14 @@ def decode_steps(data: np.ndarray, count: int) -> Steps | None:
 
 def encode_dense(numbers: np.ndarray, changes: int) -> bytes:
     """`numbers`: of every element, uint32, as elements.differences gives them."""
-    return put_varint(changes) + pack([(numbers, 0)])
+    return put_varint(changes) + pack(numbers, [len(numbers)], [0])
 
 
 def decode_dense(data: np.ndarray, count: int) -> tuple[np.ndarray, int] | None:
     """Numbers below 2^16, and how many of them are not 0; None for bytes that nobody wrote."""
     changes, at = get_varint(data, 0)
     found = unpack(data, at, [count], [0])
-    if found is None or count == 0 or found.max() > 0xFFFF or np.count_nonzero(found) != changes:
+    if found is None or count == 0 or _changes_in(found) != changes:
         return None
     return found, changes
 
@@ -73,13 +75,23 @@ def dense_steps(numbers: np.ndarray, changes: int) -> Steps:
     return positions[:changes], steps[:changes]
 
 
-@helper
+@kernel(I64, U32)
+def _changes_in(numbers: np.ndarray) -> int:
+    """How many are not 0, or BAD where one is 2^16 or more."""
+    found, all_bits = 0, np.uint32(0)
+    for i in range(len(numbers)):
+        found += int64(numbers[i] != 0)
+        all_bits |= numbers[i]
+    return found if all_bits <= np.uint32(0xFFFF) else BAD
+
+
+@inlined
 def step_number(step: int) -> int:
     """A step, of which 16 bits count -> 0 … 65535: 0, -1, 1, -2, 2, …"""
     return ((step << 1) ^ -((step >> 15) & 1)) & 0xFFFF
 
 
-@helper
+@inlined
 def number_step(number: int) -> int:
     return (number >> 1) ^ -(number & 1)
 

@@ -21,14 +21,10 @@ from typing import Any
 import numpy as np
 
 from async_rl.weights.codec.jit import (
-    I64,
-    I64_IN,
-    I64_OUT,
-    U8_OUT,
     helper,
     high_bit,
+    inlined,
     int64,
-    kernel,
     uint64,
 )
 from async_rl.weights.codec.rans import BAD, SYMBOLS, TOTAL, TOTAL_BITS, low_bits_of, lowest_of, symbol_of
@@ -47,7 +43,7 @@ _CODES = 29 * 8  # of geometric models
 _FALLING_BITS = 1024  # of coded symbols: with more, a table pays
 
 
-@helper
+@inlined
 def _put(value: int, size: int, bits: np.ndarray, at: int) -> int:
     for _ in range(size):
         bits[at] = value & 1
@@ -56,7 +52,7 @@ def _put(value: int, size: int, bits: np.ndarray, at: int) -> int:
     return at
 
 
-@helper
+@inlined
 def _get(data: np.ndarray, at: int, size: int) -> int:
     """Up to 17 bits of bytes; zeros past the end."""
     byte = at >> 3
@@ -91,16 +87,16 @@ def _fit(frequencies: np.ndarray, first: int) -> None:
         rest -= change
 
 
-@helper
+@inlined
 def _level_frequency(level: int) -> int:
     return lowest_of(level) + ((1 << low_bits_of(level)) >> 1)
 
 
 @helper
-def _cost(counts: np.ndarray, frequencies: np.ndarray) -> float:
+def _cost(counts: np.ndarray, frequencies: np.ndarray, first: int) -> float:
     """Bits."""
     bits = 0.0
-    for symbol in range(SYMBOLS):
+    for symbol in range(first, first + SYMBOLS):
         if counts[symbol]:
             bits += counts[symbol] * (TOTAL_BITS - math.log2(max(frequencies[symbol], 1e-300)))
     return bits
@@ -151,7 +147,7 @@ def _make(
     _fit(frequencies, first)
 
 
-@helper
+@inlined
 def _zigzag(value: int) -> int:
     return (value << 1) ^ (value >> 63)
 
@@ -176,27 +172,28 @@ def _put_levels(levels: np.ndarray, size: int, bits: np.ndarray, at: int) -> int
     return at
 
 
+@helper
 def put_form(form: int, bits: np.ndarray, at: int) -> int:
     """IN_PLANES, instead of a table; IN_LIST, before one."""
-    kind = _SINGLE | (form << 2)
-    bits[at : at + 9] = [(kind >> bit) & 1 for bit in range(9)]
-    return at + 9
+    return _put(_SINGLE | (form << 2), 9, bits, at)
 
 
-@kernel(I64, I64_IN, I64, I64_OUT, U8_OUT, I64)
-def put_table(counts: np.ndarray, span: int, frequencies: np.ndarray, bits: np.ndarray, at: int) -> int:
-    """Chooses the frequencies, [SYMBOLS], for such counts, [SYMBOLS], not all 0, and writes them at bit `at`; the bit
-    after. `span`: gaps are counted, among so many elements; 0: anything else."""
+@helper
+def put_table(
+    counts: np.ndarray, first: int, span: int, frequencies: np.ndarray, bits: np.ndarray, at: int
+) -> int:
+    """Chooses the frequencies [first : first + SYMBOLS] for such counts, not all 0, and writes them at bit `at`; the
+    bit after. `span`: gaps are counted, among so many elements; 0: anything else."""
     total = last = used = 0
     for symbol in range(SYMBOLS):
-        if counts[symbol]:
-            total += counts[symbol]
+        if counts[first + symbol]:
+            total += counts[first + symbol]
             last = symbol
             used += 1
     levels = np.zeros(SYMBOLS, np.int64)
     for symbol in range(SYMBOLS):
-        if counts[symbol]:
-            levels[symbol] = symbol_of(max(1, (counts[symbol] * TOTAL + total // 2) // total))
+        if counts[first + symbol]:
+            levels[symbol] = symbol_of(max(1, (counts[first + symbol] * TOTAL + total // 2) // total))
     # The candidates: 0 explicit, then one that is geometric, or 15 that fall; then the best once more.
     chance = min(total / (span + 1.0), 0.9) * 2.0**32
     octave = max(int64(math.log2(chance)) - 3, 0)
@@ -213,7 +210,7 @@ def put_table(counts: np.ndarray, span: int, frequencies: np.ndarray, bits: np.n
             kind = _EXPLICIT
         elif span:
             kind, code = _GEOMETRIC, geometric
-        _make(kind, code, last, span, levels, frequencies, 0)
+        _make(kind, code, last, span, levels, frequencies, first)
         if trial == candidates:
             if kind == _SINGLE:
                 end = _put(kind | (last << 2), 9, bits, at)
@@ -224,7 +221,7 @@ def put_table(counts: np.ndarray, span: int, frequencies: np.ndarray, bits: np.n
             break
         if used == 1:
             continue
-        cost = _cost(counts, frequencies) + 13
+        cost = _cost(counts, frequencies, first) + 13
         if number == 0:
             end = _put_levels(levels, last + 1, bits, _put(_EXPLICIT, 2, bits, at))
             cost += end - at - 13

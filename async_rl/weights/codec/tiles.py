@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from async_rl.errors import Corrupt
-from async_rl.weights.codec.digest import MASK, digest_of
+from async_rl.weights.codec.digest import MASK
 from async_rl.weights.codec.scratch import scratch
 
 __all__ = [
@@ -73,9 +73,8 @@ def encode_tile(base: np.ndarray, new: np.ndarray, place: int, *, small: bool = 
     if not changed:
         return None
     if _is_dense(changed, len(base)) and not small:
-        numbers = np.empty(len(base), np.uint32)
-        elements.differences(base, new, numbers)
-        moved = (digest_of(new, place) - digest_of(base, place)) & MASK
+        numbers = scratch("told", len(base), np.uint32)
+        moved = int(elements.differences(base, new, place, numbers))
         return CodedTile(Mode.DENSE, kernels.encode_dense(numbers, changed), changed, moved)
     steps = np.empty(changed, np.int16)
     moved = int(elements.measure(base, new, place, positions, steps))
@@ -99,9 +98,7 @@ def apply_tile(mode: int, data: bytes | memoryview, values: np.ndarray, place: i
 
     if mode == Mode.DENSE:
         numbers, changed = _dense(data, len(values))
-        before = digest_of(values, place)
-        elements.apply_all(values, numbers)
-        return changed, (digest_of(values, place) - before) & MASK
+        return changed, int(elements.apply_all(values, numbers, place))
     found: list[Steps] | None
     if mode == Mode.SMALL:
         found = decode_small(np.frombuffer(data, np.uint8), values)
