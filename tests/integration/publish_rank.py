@@ -241,8 +241,8 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     {"fsdp": fsdp_model, "states": states, "failing": failing}[sys.argv[1]](sys.argv[2], Path(sys.argv[3]))
     dist.destroy_process_group()
-    # Not through the interpreter's end: a rank was once seen to abort ("terminate called without an active
-    # exception"), which is what a thread inside C++ does to an interpreter that ends. The test is over by now.
+    # Not through the interpreter's end, as async_rl/cli/trainer.py's _leave: a rank of a busy host may abort there
+    # ("terminate called without an active exception"). The test is over by now.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

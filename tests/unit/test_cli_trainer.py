@@ -1,0 +1,69 @@
+"""How a rank of the trainer ends."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from async_rl.cli import trainer
+from async_rl.cli.runfile import read_run_file
+from async_rl.errors import TrainingError
+
+
+class Left(BaseException):
+    """The process has ended."""
+
+
+@pytest.fixture
+def work(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the rank does: "run", or the message of the error that it raises."""
+    plan = ["run"]
+
+    def run_rank(**_: object) -> None:
+        if plan[0] != "run":
+            raise TrainingError(plan[0])
+
+    def leave(status: int) -> None:
+        raise Left(status)
+
+    stub = ModuleType("workers.trainer")
+    stub.run_rank = run_rank  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "workers.trainer", stub)
+    monkeypatch.setattr(os, "_exit", leave)
+    monkeypatch.setenv("RANK", "1")
+    return plan
+
+
+def as_rank(tmp_path: Path) -> None:
+    run_file = tmp_path / "run.toml"
+    run_file.write_text(f'[run]\nstore = "file://{tmp_path}/run"\n[model]\npath = "{tmp_path}"\n')
+    trainer._under_torchrun(read_run_file(run_file, ()), run_file, "tcp://127.0.0.1:1", "latest", ())
+
+
+def test_a_rank_of_several_whose_work_is_done_ends_without_the_interpreters_teardown(
+    work: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(Left) as left:
+        as_rank(tmp_path)
+    assert left.value.args == (0,)
+
+
+def test_a_single_rank_ends_as_any_program(
+    work: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    as_rank(tmp_path)
+
+
+def test_a_rank_that_failed_says_so(
+    work: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    work[0] = "its loss is not finite"
+    with pytest.raises(TrainingError, match="not finite"):
+        as_rank(tmp_path)
