@@ -32,6 +32,7 @@ from async_rl.weights.codec.jit import (
     int64,
     kernel,
     load_u64,
+    prefetch,
     sum_16,
     uint64,
 )
@@ -58,6 +59,8 @@ PART_BITS = 4  # blocks are 1, 2 or 4 parts of 16 elements
 STATES = 4
 LOW_STATE = 1 << 32
 SPARE = 3
+AHEAD = 8
+"""Changes for which the weights are fetched before they are looked for."""
 
 Blocks = tuple[np.ndarray, np.ndarray, np.ndarray]
 """Sums of the weights of the parts, uint16 [blocks << shift], 0 past the last element; of the blocks; and the blocks'
@@ -391,8 +394,12 @@ def pick(
     word = 2 * STATES
     last = len(words) - 1
     before = -1
+    end = len(where) - 1
     for i in range(len(where)):
         block = int64(where[i])
+        ahead = int64(where[uint64(min(i + AHEAD, end))]) << (PART_BITS + shift)
+        prefetch(base, ahead)
+        prefetch(base, ahead + (8 << shift))
         total = int64(sums[uint64(block)])
         slot = int64(x0 & uint64(0xFFFF))
         at, low, weight = _find(base, weights, parts, shift, block, (slot * total) >> 16)

@@ -46,6 +46,7 @@ __all__ = [
     "load_u16",
     "load_u64",
     "low_bit",
+    "prefetch",
     "store_u64",
     "sum_16",
     "uint64",
@@ -164,6 +165,22 @@ def store_u64(_: Any, array: Any, at: Any, value: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(array, at, value), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def prefetch(_: Any, array: Any, at: Any) -> Any:
+    """Asks for the memory around an element, which need not exist."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        place = _pointer(context, builder, signature.args[0], values[0], values[1], ir.IntType(8))
+        flags = [ir.Constant(ir.IntType(32), flag) for flag in (0, 3, 1)]  # to read, into all caches, data
+        kind = ir.FunctionType(ir.VoidType(), [place.type, *(flag.type for flag in flags)])
+        name = "llvm.prefetch.p0i8"
+        function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+        builder.call(function, [place, *flags])
+        return context.get_dummy_value()
+
+    return types.void(array, at), generate
 
 
 @intrinsic  # type: ignore[untyped-decorator]

@@ -197,11 +197,14 @@ def _entropy_bytes(counts: np.ndarray) -> float:
     return float(np.sum(used * np.log2(used.sum() / used))) / 8
 
 
-def unpack(data: np.ndarray, at: int, lengths: Sequence[int], spans: Sequence[int]) -> np.ndarray | None:
-    """The sequences in `data` (uint8) from byte `at` to its end, one after another, given their lengths and spans.
-    None for bytes that nobody wrote."""
+def unpack(
+    data: np.ndarray, at: int, lengths: Sequence[int], spans: Sequence[int], *, keep: bool = True
+) -> np.ndarray | None:
+    """The sequences in `data` (uint8) from byte `at` to its end, one after another, given their lengths and spans; in
+    scratch unless they are to `keep`. None for bytes that nobody wrote."""
     total = sum(lengths)
-    values, symbols = np.empty(total, np.uint32), scratch("symbols", total, np.uint8)
+    values = np.empty(total, np.uint32) if keep else scratch("told", total, np.uint32)
+    symbols = scratch("symbols", total, np.uint8)
     if total:
         forms = np.zeros(len(lengths), np.int64)
         at = _read(data, at, np.array(lengths), np.array(spans), values, symbols, forms)

@@ -212,10 +212,10 @@ def _get_four(
     table = np.empty(TOTAL, np.uint32)  # symbol | frequency << 7 | rank << 20
     slot = 0
     for symbol in range(SYMBOLS):
-        frequency = frequencies[table_at + symbol]
+        frequency = frequencies[uint64(table_at + symbol)]
         entry = symbol | (frequency << 7)
         for rank in range(frequency):
-            table[slot + rank] = entry | (rank << 20)
+            table[uint64(slot + rank)] = entry | (rank << 20)
         slot += frequency
     x0, x1, x2, x3 = states[0], states[1], states[2], states[3]
     last = len(data) - 8

@@ -90,7 +90,8 @@ def encode_small(
 
 
 def decode_small(data: np.ndarray, base: np.ndarray) -> list[Steps] | None:
-    """Positions and steps, in two parts that have no position in common. None for bytes that nobody wrote."""
+    """Positions and steps, in scratch and in two parts that have no position in common. None for bytes that nobody
+    wrote."""
     at, head = 0, []
     for _ in range(_HEAD):
         number, at = get_varint(data, at)
@@ -110,20 +111,21 @@ def decode_small(data: np.ndarray, base: np.ndarray) -> list[Steps] | None:
     hot, hot_groups, in_group = find_hot(base, model)
     sizes = _sizes(in_context, cold, in_group)
     starts = np.cumsum(sizes) - sizes
-    told = unpack(data, told_at, sizes.tolist(), [0] * len(sizes))
+    told = unpack(data, told_at, sizes.tolist(), [0] * len(sizes), keep=False)
     if told is None:
         return None
-    where = np.empty(cold + SPARE, np.uint32)
+    where = scratch("where", cold + SPARE, np.uint32)
     if spread(told, starts, sums, contexts, where) == BAD:
         return None
-    picked, picked_steps = where[:cold], np.empty(cold, np.int16)
+    picked, picked_steps = where[:cold], scratch("picked_steps", cold, np.int16)
     words = np.frombuffer(data[words_at:told_at].tobytes(), "<u4")
     if cold and pick(base, model.weights, shift, parts, sums, picked, words) == BAD:
         return None
     steps_at = int(starts[CONTEXTS])
     if (word_count and not cold) or _deal(told[steps_at : steps_at + cold], picked_steps) == BAD:
         return None
-    hot_positions, hot_steps = np.empty(len(hot) + 1, np.uint32), np.empty(len(hot) + 1, np.int16)
+    hot_positions = scratch("hot_positions", len(hot) + 1, np.uint32)
+    hot_steps = scratch("hot_steps", len(hot) + 1, np.int16)
     kept = deal_hot(hot, hot_groups, told, starts[CONTEXTS:], hot_positions, hot_steps)
     if kept == BAD or kept + cold != changes:
         return None

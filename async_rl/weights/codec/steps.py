@@ -57,7 +57,7 @@ def encode_dense(numbers: np.ndarray, changes: int) -> bytes:
 def decode_dense(data: np.ndarray, count: int) -> tuple[np.ndarray, int] | None:
     """Numbers below 2^16, and how many of them are not 0; None for bytes that nobody wrote."""
     changes, at = get_varint(data, 0)
-    found = unpack(data, at, [count], [0])
+    found = unpack(data, at, [count], [0], keep=False)
     if found is None or count == 0 or _changes_in(found) != changes:
         return None
     return found, changes
