@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from async_rl.weights.codec.elements import put_places
 from async_rl.weights.codec.jit import (
     HAS_SUM_16,
     I16,
@@ -28,6 +29,7 @@ from async_rl.weights.codec.jit import (
     U16_OUT,
     U32,
     U32_OUT,
+    below_64,
     inlined,
     int64,
     kernel,
@@ -36,7 +38,7 @@ from async_rl.weights.codec.jit import (
     sum_16,
     uint64,
 )
-from async_rl.weights.codec.model import Model
+from async_rl.weights.codec.model import EXPONENTS, Model
 from async_rl.weights.codec.rans import BAD, symbol_of
 from async_rl.weights.codec.scratch import scratch
 from async_rl.weights.codec.steps import step_number
@@ -73,8 +75,9 @@ def first_context(weight: float, shift: int) -> int:
     return max(half_octaves - CONTEXTS // 2, 0)
 
 
-def split(base: np.ndarray, model: Model, shift: int, first: int) -> tuple[Blocks, np.ndarray]:
-    """Blocks of 16 << `shift` elements, in scratch; how many there are in each context, int64 [CONTEXTS]. `first` is
+def split(base: np.ndarray, model: Model, shift: int, first: int) -> tuple[Blocks, np.ndarray, np.ndarray]:
+    """Blocks of 16 << `shift` elements; how many there are in each context, int64 [CONTEXTS]; positions uint32 of the
+    hot elements. In scratch. `first` is
     the size of a sum, in half octaves, up to which blocks are in the first context."""
     blocks = -(-len(base) >> (PART_BITS + shift))
     made = (
@@ -83,8 +86,9 @@ def split(base: np.ndarray, model: Model, shift: int, first: int) -> tuple[Block
         scratch("contexts", blocks, np.uint8),
     )
     sizes = np.zeros(CONTEXTS, np.int64)
-    _split(base, model.limit, *model[1:4], shift, first, *made, sizes)
-    return made, sizes
+    hot = scratch("hot", len(base), np.uint32)
+    found = _split(base, model.limit, *model[1:4], shift, first, *made, sizes, hot)
+    return made, sizes, hot[:found]
 
 
 if HAS_SUM_16:
@@ -137,7 +141,7 @@ def _slot(place: int, total: int) -> int:
     return int64((scaled & uint64(0xFFFFFFFF)) // (uint64(total) & uint64(0xFFFF)))  # 32 bits: faster
 
 
-@kernel(I64, U16, I64, I64_IN, U8, U8, I64, I64, U16_OUT, U16_OUT, U8_OUT, I64_OUT)
+@kernel(I64, U16, I64, I64_IN, U8, U8, I64, I64, U16_OUT, U16_OUT, U8_OUT, I64_OUT, U32_OUT)
 def _split(
     base: np.ndarray,
     limit: int,
@@ -150,9 +154,27 @@ def _split(
     sums: np.ndarray,
     contexts: np.ndarray,
     sizes: np.ndarray,
+    hot: np.ndarray,
 ) -> int:
+    """Fills in Blocks, sizes of contexts, and positions of elements that are hot; how many are. In one pass, as the
+    weights come from memory."""
+    found = 0
+    together = len(base) >> 6
+    for four in range(together):
+        at = four << 6
+        for i in range(4):
+            part = at + (i << PART_BITS)
+            parts[uint64((four << 2) + i)] = _weigh(base, part, 16, limit, weights, low_bytes, high_bytes)
+        if limit:
+            below = below_64(base, at, limit << 7) if limit < EXPONENTS else ~uint64(0)
+            found = put_places(below, at, hot, found)
+    if limit:
+        for i in range(together << 6, len(base)):
+            if (int64(base[i]) >> 7) & 0xFF < limit:
+                hot[uint64(found)] = i
+                found += 1
     whole = len(base) >> PART_BITS
-    for part in range(whole):
+    for part in range(together << 2, whole):
         parts[part] = _weigh(base, part << PART_BITS, 16, limit, weights, low_bytes, high_bytes)
     if whole << PART_BITS < len(base):
         rest = 0
@@ -178,7 +200,7 @@ def _split(
         tallies[uint64((block & 3) * CONTEXTS + context)] += 1
     for i in range(4 * CONTEXTS):
         sizes[i & (CONTEXTS - 1)] += tallies[i]
-    return 0
+    return found
 
 
 # ---------------------------------------------------------------- the writer's side

@@ -25,7 +25,7 @@ from async_rl.weights.codec.blocks import (
     spread,
     survey,
 )
-from async_rl.weights.codec.hot import deal_hot, find_hot, tell_hot
+from async_rl.weights.codec.hot import deal_hot, group_hot, tell_hot
 from async_rl.weights.codec.jit import I16_OUT, I64, U32, int64, kernel
 from async_rl.weights.codec.model import EXPONENTS, SmallPlan, get_levels, model_of
 from async_rl.weights.codec.numbers import get_varint, pack, put_varint, unpack
@@ -52,8 +52,8 @@ def encode_small(
     while shift and cold * (16 << shift) > CROWDED * len(base):
         shift -= 1
     first = first_context(plan.weight, shift)
-    blocks, in_context = split(base, model, shift, first)
-    hot, hot_groups, in_group = find_hot(base, model)
+    blocks, in_context, hot = split(base, model, shift, first)
+    hot_groups, in_group = group_hot(base, hot, model)
     sizes = _sizes(in_context, cold, in_group)
     starts = np.cumsum(sizes) - sizes
     size = int(sizes.sum())
@@ -107,8 +107,8 @@ def decode_small(data: np.ndarray, base: np.ndarray) -> list[Steps] | None:
     if levels is None:
         return None
     model = model_of(levels, limit)
-    (parts, sums, contexts), in_context = split(base, model, shift, first)
-    hot, hot_groups, in_group = find_hot(base, model)
+    (parts, sums, contexts), in_context, hot = split(base, model, shift, first)
+    hot_groups, in_group = group_hot(base, hot, model)
     sizes = _sizes(in_context, cold, in_group)
     starts = np.cumsum(sizes) - sizes
     told = unpack(data, told_at, sizes.tolist(), [0] * len(sizes), keep=False)
