@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from async_rl.errors import StoreUnavailable
 from async_rl.store.s3 import S3Store
 from async_rl.weights import fetch, follower, lineage, shadow, subscriber
 from async_rl.weights.lineage import Manifest
@@ -207,6 +208,38 @@ def _kept_paths() -> None:
     garbage._Planner._keep_paths = lambda self, usable, dropped, keep_versions: False
 
 
+def _everybodys_packs() -> None:
+    """That a version is committed only when every rank's packs are whole."""
+    from async_rl.weights import drafts
+
+    original = drafts._Written
+    drafts._Written = lambda whole, *rest: original(True, *rest)
+
+
+def _word_of_rank0() -> None:
+    """That a rank's baseline moves only when rank 0 says that the version is committed."""
+    from async_rl.weights import publisher
+
+    original = publisher.Publisher._until_committed
+
+    def by_itself(self: Any, version: int, step: int, draft: Any, started: float) -> Any:
+        try:
+            return original(self, version, step, draft, started)
+        except StoreUnavailable:
+            if self._ranks.rank == 0 or draft.finished is None:
+                raise
+            return publisher._Outcome(version=version), None
+
+    publisher.Publisher._until_committed = by_itself
+
+
+def _lost_rank() -> None:
+    """That what torch says of a dead peer becomes an error of ours."""
+    from async_rl.weights import ranks
+
+    ranks._guard = lambda operation, doing: operation()
+
+
 GUARDS: dict[str, Callable[[], None]] = {
     "hash of a pack": _pack_hash,
     "hash of a tile": _tile_hash,
@@ -222,6 +255,9 @@ GUARDS: dict[str, Callable[[], None]] = {
     "conditional put": _conditional_put,
     "fence": _fence,
     "kept paths": _kept_paths,
+    "everybody's packs": _everybodys_packs,
+    "word of rank 0": _word_of_rank0,
+    "word of a lost rank": _lost_rank,
 }
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -155,7 +155,7 @@ def killed_after_the_manifest(world: World, without: list[str]) -> None:
 def version_given_up(world: World, without: list[str]) -> None:
     """The store takes the packs and refuses the manifest, until the version is given up: the next one carries both
     changes."""
-    limits = {"retry_limit_s": 0.05}
+    limits = {"retry_limit_s": 2.0}
     trainer = world.trainer(without=without, config={"publish_limit_s": 0.05}, store=limits)
     trainer.publish(2)
     world.check_newest("before")
@@ -185,6 +185,56 @@ def collected_garbage(world: World, without: list[str]) -> None:
     world.check_newest("after garbage collection")
 
 
+# ---------------------------------------------------------------- ranks
+
+
+def packs_of_one_rank_refused(world: World, without: list[str]) -> None:
+    """The store takes no packs of rank 1, until the version is given up: the next one carries both changes."""
+    _given_up_by_ranks(world, without, ("PUT versions/no", "PUT packs/"))
+
+
+def manifest_of_two_ranks_refused(world: World, without: list[str]) -> None:
+    """All packs are whole, but the version is given up: no rank may go on from it."""
+    _given_up_by_ranks(world, without, ("PUT versions/", "PUT versions/"))
+
+
+def _given_up_by_ranks(world: World, without: list[str], refused: tuple[str, str]) -> None:
+    """`refused`: the requests of each rank that meet no server."""
+    options = {
+        "without": without,
+        "config": {"publish_limit_s": 0.05},
+        "store": {"retry_limit_s": 2.0},
+    }
+    ranks = world.crew(options=(options, options))
+    _together(ranks, {"do": "publish", "count": 2})
+    for each, refusal in zip(ranks, refused, strict=True):
+        each.child.link.tell({"do": "lose", "refused": refusal})
+    _together(ranks, {"do": "publish"})
+    for each in ranks:
+        each.tell_all([])
+        each.listen()
+        if each.error:
+            raise Wrong(f"a rank could not go on: {each.error}")
+    if world.check_newest("after a version was given up") < 3:
+        raise Wrong("the next version was not reached")
+
+
+def _together(ranks: list[Trainer], order: dict[str, Any]) -> None:
+    for each in ranks:
+        each.child.link.tell(order)
+
+
+def one_rank_killed(world: World, without: list[str]) -> None:
+    """The other one ends by itself, and says why."""
+    ranks = world.crew(("", "gather versions #2: before"), ({"without": without}, {"without": without}))
+    for each in ranks:
+        each.tell_all([{"do": "publish", "count": 2}])
+        each.listen()
+    assert ranks[1].was_killed(), ranks[1].child.stderr()
+    if "RankLost" not in ranks[0].error or ranks[0].child.wait() != 0:
+        raise Wrong(f"the other rank says: {ranks[0].error or ranks[0].child.stderr()}")
+
+
 class Guard(NamedTuple):
     name: str
     case: Callable[[World, list[str]], None]
@@ -208,6 +258,9 @@ GUARDS = [
     Guard("conditional put", stopped_before_the_manifest),
     Guard("fence", zombie_trainer),
     Guard("kept paths", collected_garbage),
+    Guard("everybody's packs", packs_of_one_rank_refused),
+    Guard("word of rank 0", manifest_of_two_ranks_refused),
+    Guard("word of a lost rank", one_rank_killed),
 ]
 
 
