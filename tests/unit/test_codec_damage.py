@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 
 from async_rl.errors import Corrupt
 from async_rl.weights.codec import Mode, apply_planes, apply_tile, encode_planes, tile_steps
+from async_rl.weights.codec.blocks import CONTEXTS, SPARE, STATES, pick, put_picks, spread
 from async_rl.weights.codec.model import get_levels
 from async_rl.weights.codec.numbers import pack, put_varint
+from async_rl.weights.codec.rans import BAD
 from tests.unit.test_codec import changes, coded_by
 
 quick = settings(max_examples=150, deadline=None)
@@ -130,6 +132,44 @@ def test_well_formed_bytes_with_impossible_numbers_are_refused(mode, data):
 def test_levels_beyond_the_largest_weight_or_the_last_exponent_are_refused(shown, first):
     assert get_levels(np.array([35, 0, 35], np.uint8), 253).tolist() == [0] * 253 + [35, 0, 35]
     assert get_levels(np.array(shown, np.uint8), first) is None
+
+
+@pytest.mark.parametrize(
+    ("numbers", "weightless", "right"),
+    [
+        ((1, 0, 2), None, True),
+        ((1, 0, 2), 1, True),
+        ((1, 0, 2), 2, False),
+        ((1, 0, 1), None, False),
+        ((1, 0, 3), None, False),
+        ((0xFFFFFFFF, 0, 3), None, False),
+    ],
+)
+def test_blocks_that_change_more_or_less_often_than_told_or_without_weight_are_refused(
+    numbers, weightless, right
+):
+    sums = np.full(3, 100, np.uint16)
+    if weightless is not None:
+        sums[weightless] = 0
+    where = np.zeros(3 + SPARE, np.uint32)
+    starts = np.zeros(CONTEXTS, np.int64)
+    found = spread(numbers_of(*numbers), starts, sums, np.zeros(3, np.uint8), where)
+    assert (found == 0, found == BAD) == (right, not right)
+    assert not right or where[:3].tolist() == [0, 2, 2]
+
+
+@pytest.mark.parametrize("order", [(3, 9), (9, 3), (3, 3)])
+def test_picks_of_a_block_come_in_order_and_once(order):
+    base = np.full(16, 0x3F80, np.uint16)
+    weights, sums = np.zeros(256, np.int64), np.array([160], np.uint16)
+    weights[0x7F] = 10
+    slots = np.array([-(-(10 * at << 16) // 160) for at in order], np.uint32)
+    widths = np.full(2, (10 << 16) // 160, np.uint32)
+    words = np.empty(2 + 2 * STATES + 1, np.uint32)
+    first = put_picks(slots, widths, words)
+    where = np.zeros(2, np.uint32)
+    found = pick(base, weights, 0, sums, sums, where, words[first:])
+    assert (found, where.tolist()) == (0, [3, 9]) if order == (3, 9) else found == BAD
 
 
 @pytest.mark.parametrize("mode", [0, 4, 255])
