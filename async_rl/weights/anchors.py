@@ -16,6 +16,7 @@ from typing import NamedTuple
 from async_rl.errors import AsyncRLError, StoreError, WeightsError
 from async_rl.log import get_logger
 from async_rl.store.base import ObjectStore
+from async_rl.threads import give_way
 from async_rl.weights.config import WeightsConfig
 from async_rl.weights.drafts import state_digest
 from async_rl.weights.full import FullPacks
@@ -172,6 +173,7 @@ class AnchorWriter:
         self._ranks.close()
 
     def _run_one(self, version: int, digest: int, state: State, before: threading.Thread | None) -> None:
+        give_way()  # training does not wait for an anchor
         if before is not None:
             before.join()  # rank 0's had ended; here it may be about to
         started = time.monotonic()

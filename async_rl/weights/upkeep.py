@@ -10,19 +10,18 @@ ways for late readers and more bytes in the bucket.
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 import threading
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
 from async_rl.errors import AsyncRLError
 from async_rl.log import get_logger
 from async_rl.store.base import ObjectStore
+from async_rl.threads import give_way
 from async_rl.weights import gc
 from async_rl.weights.compactor import Compactor
 from async_rl.weights.config import WeightsConfig
@@ -38,7 +37,6 @@ STOP_LIMIT_S = 10.0
 daemon and can be left behind."""
 
 _LOOK_S = 60.0  # the thread wakes now and then even if nobody calls
-_NICE = 10  # of the thread's priority: the trainer's own threads come first
 
 
 class Upkeep:
@@ -92,8 +90,7 @@ class Upkeep:
         self.stop()
 
     def _loop(self) -> None:
-        with suppress(OSError, AttributeError):  # Linux gives every thread a priority of its own
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        give_way()  # the trainer's own threads come first
         while True:
             with self._wake:
                 while self._newest is None and not self._stopping.is_set():

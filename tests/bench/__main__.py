@@ -27,6 +27,7 @@ BENCHES = {
     "overlap": "asynchronous step time against the slower of rollout and training",
     "pause": "the engine's pause for a new version against a full checkpoint inside it",
     "sync": "publish to ready over a link of 200 Mbit/s and 40 ms, against others",
+    "upkeep": "a trainer's steps with skip deltas, anchors and garbage collection, against without",
 }
 
 
