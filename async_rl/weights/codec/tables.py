@@ -184,25 +184,29 @@ def put_table(
 ) -> int:
     """Chooses the frequencies [first : first + SYMBOLS] for such counts, not all 0, and writes them at bit `at`; the
     bit after. `span`: gaps are counted, among so many elements; 0: anything else."""
-    total = last = used = 0
+    total = last = used = places = 0
     for symbol in range(SYMBOLS):
         if counts[first + symbol]:
             total += counts[first + symbol]
+            places += symbol * counts[first + symbol]
             last = symbol
             used += 1
     levels = np.zeros(SYMBOLS, np.int64)
     for symbol in range(SYMBOLS):
         if counts[first + symbol]:
             levels[symbol] = symbol_of(max(1, (counts[first + symbol] * TOTAL + total // 2) // total))
-    # The candidates: 0 explicit, then one that is geometric, or 15 that fall; then the best once more.
+    # The candidates: 0 explicit, then one that is geometric, or three that fall, about as steeply as the counts do;
+    # then the best once more.
     chance = min(total / (span + 1.0), 0.9) * 2.0**32
     octave = max(int64(math.log2(chance)) - 3, 0)
     geometric = (octave << 3) + min(max(int64(chance / 2.0**octave + 0.5) - 8, 0), 7)
     best, best_bits = 0, math.inf
     end = at
-    candidates = 2 if span else 16
+    candidates = 2 if span else 4
+    ratio = places / (places + total)  # of a symbol's frequency to that of the one before
+    falling = min(max(int64(16.0 * ratio * ratio + 0.5) - 1, 1), 13)
     for trial in range(candidates + 1):
-        number = best if trial == candidates else trial
+        number = best if trial == candidates else 0 if trial == 0 else falling + trial - 1
         kind, code = _FALLING, number
         if used == 1:
             kind = _SINGLE
