@@ -6,7 +6,8 @@ with the real compactor after every commit, into a folder store that counts. The
     a reader with nothing             joins at the newest version
     a reader 256 versions behind      goes on from the one it holds
 
-and the states of both must be the trainer's, bit for bit.
+and the states of both must be the trainer's, bit for bit. A shorter history of real training (real_models.py) stands
+beside it, where its model is installed: a sentence encoder, an optimizer step of a small batch per version.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from rich.console import Console
@@ -30,6 +32,7 @@ from async_rl.weights.run import RunInfo, ensure_run
 from async_rl.weights.subscriber import LocalVersion, Subscriber
 from async_rl.weights.ways import list_edges, read_way
 from tests.bench.claims import Claim
+from tests.bench.real_models import INSTALL, MODELS, WARM_UP_STEPS, RealTraining, missing_packages
 from tests.bench.training import SMALL, Training, write_model_dir
 from tests.weights_support import state_of
 
@@ -47,12 +50,62 @@ CONFIG: dict[str, Any] = {}
 LOOK_EVERY = 5
 """Versions between two looks at what a join would cost."""
 
+REAL_RATES = (1e-6, 1e-5)
+REAL_VERSIONS = 66
+REAL_BEHIND = 64
+REAL_PAIRS = 2
+"""Pairs of sentences in a batch: a step takes some tenths of a second."""
+
+
+class Moving(Protocol):
+    """Weights that a `step` moves. `parameters`: tensor name -> float32, in order."""
+
+    parameters: dict[str, Any]
+
+    def step(self) -> None: ...
+
+
+class Length(NamedTuple):
+    versions: int
+    behind: int
+    aimed: bool  # goals are for long histories: a short one is mostly its first full state
+
 
 def run(scratch: Path, console: Console) -> list[Claim]:
     claims = []
     for rate in RATES:
-        claims += history(scratch / f"{rate:g}", rate, console)
+        training = Training(rate, SMALL)
+        model_dir = write_model_dir(scratch / f"model-{rate:g}", SMALL)
+        length = Length(VERSIONS, BEHIND, aimed=True)
+        claims += history(scratch / f"{rate:g}", training, model_dir, length, f"lr {rate:g}", console)
+    return claims + real_history(scratch, console)
+
+
+def real_history(scratch: Path, console: Console) -> list[Claim]:
+    absent = missing_packages("minilm")
+    if absent:
+        console.print(f"no history of real training, without {', '.join(absent)}: {INSTALL}")
+        return []
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    net, losses, _ = MODELS["minilm"].load()
+    begin = {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
+    length = Length(REAL_VERSIONS, REAL_BEHIND, aimed=False)
+    net.config.save_pretrained(scratch / "minilm")
+    claims = []
+    for rate in REAL_RATES:
+        training = _Real(RealTraining(net, begin, rate, losses(REAL_PAIRS)))
+        for _ in range(WARM_UP_STEPS):
+            training.step()
+        folder, what = scratch / f"minilm-{rate:g}", f"minilm, lr {rate:g}"
+        claims += history(folder, training, scratch / "minilm", length, what, console)
     return claims
+
+
+class _Real:
+    def __init__(self, training: RealTraining) -> None:
+        self.parameters, self.step = training.masters, training.step
 
 
 class CountingStore:
@@ -124,16 +177,17 @@ class _CountingUpload:
         self._inner.__exit__(*error)
 
 
-def history(folder: Path, rate: float, console: Console) -> list[Claim]:
+def history(
+    folder: Path, training: Moving, model_dir: Path, length: Length, what: str, console: Console
+) -> list[Claim]:
     import msgspec
 
     from async_rl.weights.compactor import Compactor
     from async_rl.weights.publisher import Publisher
 
     config = msgspec.convert(CONFIG, WeightsConfig)
-    training = Training(rate, SMALL)
     store = CountingStore(open_store(f"file://{folder}/store"))
-    info = ensure_run(store, write_model_dir(folder / "model", SMALL), training.parameters)
+    info = ensure_run(store, model_dir, training.parameters)
     behind = Subscriber(store, info, folder / "behind", config)
     committed: list[Manifest] = []
     joins: list[int] = []  # bytes that a reader with nothing would read
@@ -142,30 +196,33 @@ def history(folder: Path, rate: float, console: Console) -> list[Claim]:
         store, info, claim(store), training.parameters, config, on_commit=committed.append
     ) as publisher:
         compactor = Compactor(store, info, config, folder / "compactor")
-        for number in range(VERSIONS):
+        for number in range(length.versions):
             if number:
                 _timed(took, "train", training.step)
             _timed(took, "publish", lambda: _publish(publisher, number))  # noqa: B023
             _timed(took, "compact", lambda: compactor.run(newest=committed[-1]))
             if number % LOOK_EVERY == LOOK_EVERY - 1:
                 joins.append(find_path(store, committed[-1], None).nbytes)
-            if number == VERSIONS - 1 - BEHIND:
+            if number == length.versions - 1 - length.behind:
                 behind.fetch(committed[-1])
-    console.print(", ".join(f"{what} {seconds:.0f} s" for what, seconds in took.items()))
-    return [
-        *_written(store, rate, console),
-        _all_along(joins, committed[0], rate),
+    console.print(f"{what}: " + ", ".join(f"{part} {seconds:.0f} s" for part, seconds in took.items()))
+    claims = [
+        _written(store, what, length, console),
+        _all_along(joins, committed[0], what),
         *_joins(
-            store,
-            info,
-            behind,
-            committed[-1],
-            training.bits().numpy().view(np.uint16),
-            folder,
-            config,
-            rate,
+            store, info, behind, committed[-1], _bits(info, training), folder, config, what, length.behind
         ),
     ]
+    return claims if length.aimed else [replace(each, at_most=None) for each in claims]
+
+
+def _bits(info: RunInfo, training: Moving) -> np.ndarray:
+    """The state as it is published: uint16 [weights], bfloat16's bits."""
+    import torch
+
+    tensors = (training.parameters[spec.name].detach() for spec in info.tensors)
+    bits = torch.cat([tensor.bfloat16().view(torch.int16).reshape(-1) for tensor in tensors])
+    return bits.numpy().view(np.uint16)
 
 
 def _publish(publisher: Publisher, step: int) -> None:
@@ -179,7 +236,7 @@ def _timed(took: Counter[str], what: str, function: Callable[[], object]) -> Non
     took[what] += time.monotonic() - began  # type: ignore[assignment]
 
 
-def _written(store: CountingStore, rate: float, console: Console) -> list[Claim]:
+def _written(store: CountingStore, what: str, length: Length, console: Console) -> Claim:
     ways: list[tuple[str, Way]] = []
     for version in list_versions(store):
         way = read_manifest(store, version).way
@@ -197,23 +254,21 @@ def _written(store: CountingStore, rate: float, console: Console) -> list[Claim]
     changed = sum(way.changed for kind, way in ways if kind == "delta")
     console.print(
         f"{deltas / 1e6:.1f} MB of deltas, {deltas / changed:.3f} bytes per changed weight, "
-        f"{changed / VERSIONS:.0f} changed per version"
+        f"{changed / length.versions:.0f} changed per version"
     )
-    return [
-        Claim(
-            f"lr {rate:g}: bytes written over {VERSIONS} versions / the deltas alone",
-            store.written / deltas,
-            "x",
-            at_most=3.0,
-            how=f"{deltas / 1e6:.0f} MB of deltas; {parts}",
-        )
-    ]
+    return Claim(
+        f"{what}: bytes written over {length.versions} versions / the deltas alone",
+        store.written / deltas,
+        "x",
+        at_most=3.0,
+        how=f"{deltas / 1e6:.3g} MB of deltas; {parts}",
+    )
 
 
-def _all_along(joins: list[int], first: Manifest, rate: float) -> Claim:
+def _all_along(joins: list[int], first: Manifest, what: str) -> Claim:
     costs = [nbytes / first.way.total_bytes for nbytes in joins]
     return Claim(
-        f"lr {rate:g}: bytes read from nothing / an anchor's, median of all moments",
+        f"{what}: bytes read from nothing / an anchor's, median of all moments",
         statistics.median(costs),
         "x",
         at_most=1.2,
@@ -229,20 +284,21 @@ def _joins(
     state: np.ndarray,
     folder: Path,
     config: WeightsConfig,
-    rate: float,
+    what: str,
+    versions: int,
 ) -> list[Claim]:
     fulls = {edge.version: edge.nbytes for edge in list_edges(store) if edge.base < 0}
     first = read_manifest(store, list_versions(store)[0])
     anchor = {first.version: first.way.total_bytes, **fulls}[max([first.version, *fulls])]
     claims = []
     joiner = Subscriber(store, info, folder / "joiner", config)
-    for reader, who in ((joiner, "from nothing"), (behind, f"from {BEHIND} behind")):
+    for reader, who in ((joiner, "from nothing"), (behind, f"from {versions} behind")):
         before = store.read
         local = reader.fetch(newest)
         _check(info, local, state)
         claims.append(
             Claim(
-                f"lr {rate:g}: bytes read, {who} / the newest anchor's",
+                f"{what}: bytes read, {who} / the newest anchor's",
                 (store.read - before) / anchor,
                 "x",
                 at_most=1.2,

@@ -19,7 +19,7 @@ import importlib.util
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +29,16 @@ from async_rl.weights.files import part_file
 from async_rl.weights.packs import TensorSpec, header
 from async_rl.weights.statefiles import StateFiles
 
-__all__ = ["INSTALL", "MODELS", "Pair", "cache_folder", "load_pair", "make_pairs", "missing_packages"]
+__all__ = [
+    "INSTALL",
+    "MODELS",
+    "Pair",
+    "RealTraining",
+    "cache_folder",
+    "load_pair",
+    "make_pairs",
+    "missing_packages",
+]
 
 RATES = (1e-7, 1e-6, 3e-6, 1e-5, 1e-4)
 WARM_UP_STEPS = 6
@@ -87,33 +96,53 @@ def _file(model: str, rate: float, which: str) -> Path:
     return cache_folder() / f"{model}-{rate:g}-{which}.safetensors"
 
 
+class RealTraining:
+    """AdamW on float32 masters, forward passes with their bfloat16 roundings. `masters`: tensor name -> parameter."""
+
+    def __init__(self, net: Any, begin: Mapping[str, Any], rate: float, losses: Iterator[Loss]) -> None:
+        import torch
+
+        torch.manual_seed(1)
+        self._parameters = dict(net.named_parameters())
+        self._losses = losses
+        self.masters = {name: tensor.clone() for name, tensor in begin.items()}
+        self._optimizer = torch.optim.AdamW(
+            self.masters.values(), lr=rate, betas=(0.9, 0.95), weight_decay=0.01
+        )
+
+    def gradients(self) -> None:
+        for name, parameter in self._parameters.items():
+            parameter.data.copy_(self.masters[name].bfloat16())
+            parameter.grad = None
+        next(self._losses)().backward()
+        for name, parameter in self._parameters.items():
+            self.masters[name].grad = parameter.grad
+
+    def step(self) -> None:
+        self.gradients()
+        self._optimizer.step()
+
+    def move(self) -> None:
+        """The optimizer alone, after `gradients`."""
+        self._optimizer.step()
+
+
 def _train(
     model: str,
     rate: float,
     net: Any,
-    begin: dict[str, Any],
+    begin: Mapping[str, Any],
     losses: Iterator[Loss],
     keep: Callable[[str], bool],
 ) -> None:
-    import torch
-
-    torch.manual_seed(1)
-    parameters = dict(net.named_parameters())
-    masters = {name: tensor.clone() for name, tensor in begin.items()}
-    optimizer = torch.optim.AdamW(masters.values(), lr=rate, betas=(0.9, 0.95), weight_decay=0.01)
-    base = {}
-    for step in range(WARM_UP_STEPS + 1):
-        for name, parameter in parameters.items():
-            parameter.data.copy_(masters[name].bfloat16())
-            parameter.grad = None
-        next(losses)().backward()
-        for name, parameter in parameters.items():
-            masters[name].grad = parameter.grad
-        if step == WARM_UP_STEPS:
-            base = _bits(masters, keep)
-        optimizer.step()
+    training = RealTraining(net, begin, rate, losses)
+    for _ in range(WARM_UP_STEPS):
+        training.step()
+    training.gradients()
+    base = _bits(training.masters, keep)
+    training.move()
     _save(base, _file(model, rate, "base"))
-    _save(_bits(masters, keep), _file(model, rate, "new"))  # last: it says that the pair is there
+    _save(_bits(training.masters, keep), _file(model, rate, "new"))  # last: it says that the pair is there
 
 
 def _save(tensors: dict[str, np.ndarray], path: Path) -> None:
@@ -143,7 +172,7 @@ def _sentences() -> list[str]:
 
 
 Loss = Callable[[], Any]
-Loaded = tuple[Any, Callable[[], Iterator[Loss]], Callable[[str], bool]]
+Loaded = tuple[Any, Callable[..., Iterator[Loss]], Callable[[str], bool]]
 
 
 def _load_minilm() -> Loaded:
@@ -163,9 +192,8 @@ def _load_minilm() -> Loaded:
         mask = batch["attention_mask"][..., None]
         return torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1)
 
-    def losses() -> Iterator[Loss]:
+    def losses(size: int = 24) -> Iterator[Loss]:
         sentences = _sentences()
-        size = 24
         for start in range(0, len(sentences) - 2 * size, 2 * size):
             part = sentences[start : start + 2 * size]
 
