@@ -95,7 +95,7 @@ def real_history(scratch: Path, console: Console) -> list[Claim]:
     net.config.save_pretrained(scratch / "minilm")
     claims = []
     for rate in REAL_RATES:
-        training = _Real(RealTraining(net, begin, rate, losses(REAL_PAIRS)))
+        training = _Real(RealTraining(net, begin, rate, losses(REAL_PAIRS), fused=True))
         for _ in range(WARM_UP_STEPS):
             training.step()
         folder, what = scratch / f"minilm-{rate:g}", f"minilm, lr {rate:g}"

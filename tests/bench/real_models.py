@@ -99,7 +99,10 @@ def _file(model: str, rate: float, which: str) -> Path:
 class RealTraining:
     """AdamW on float32 masters, forward passes with their bfloat16 roundings. `masters`: tensor name -> parameter."""
 
-    def __init__(self, net: Any, begin: Mapping[str, Any], rate: float, losses: Iterator[Loss]) -> None:
+    def __init__(
+        self, net: Any, begin: Mapping[str, Any], rate: float, losses: Iterator[Loss], fused: bool = False
+    ) -> None:
+        """`fused`: faster, and rounded a little differently."""
         import torch
 
         torch.manual_seed(1)
@@ -107,7 +110,7 @@ class RealTraining:
         self._losses = losses
         self.masters = {name: tensor.clone() for name, tensor in begin.items()}
         self._optimizer = torch.optim.AdamW(
-            self.masters.values(), lr=rate, betas=(0.9, 0.95), weight_decay=0.01
+            self.masters.values(), lr=rate, betas=(0.9, 0.95), weight_decay=0.01, fused=fused
         )
 
     def gradients(self) -> None:
