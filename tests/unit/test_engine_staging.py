@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from async_rl.errors import EngineError
-from workers.engines.staging import Shadow, kept_elsewhere
+from workers.engines.staging import Twin, kept_elsewhere
 from workers.engines.vllm_engine import VLLMEngine
 from workers.engines.vllm_extension import PolicyExtension
 from workers.rollout_settings import RolloutConfig
@@ -110,10 +110,10 @@ def started(tied, seed):
 
 
 def stage(model, seed):
-    shadow = Shadow(model, holds_weights, blank)
-    load(shadow.root, seed)
-    process(shadow.root)
-    return shadow.moves()
+    twin = Twin(model, holds_weights, blank)
+    load(twin.root, seed)
+    process(twin.root)
+    return twin.as_flip()
 
 
 IDS = torch.arange(VOCAB)
@@ -137,28 +137,28 @@ def test_after_a_flip_the_model_is_what_a_start_with_the_new_weights_makes(tied)
 def test_a_staging_that_fails_half_way_leaves_no_trace():
     model = started(True, 1)
     before, state = model(IDS), {id(m): dict(m.__dict__) for m in model.modules()}
-    shadow = Shadow(model, holds_weights, blank)
-    for number, (_, parameter) in enumerate(shadow.parameters()):
+    twin = Twin(model, holds_weights, blank)
+    for number, (_, parameter) in enumerate(twin.parameters()):
         if number == 2:
             break
         parameter.weight_loader(parameter, torch.zeros(parameter.shape))
-    shadow.root.embed.process()
+    twin.root.embed.process()
     assert torch.equal(model(IDS), before)
     assert {id(m): dict(m.__dict__) for m in model.modules()} == state
 
 
 def test_only_modules_with_weights_are_copied_and_tied_ones_are_loaded_once():
     model = started(True, 1)
-    shadow = Shadow(model, holds_weights, blank)
-    assert shadow.root.rotary is model.rotary and shadow.root.layers is not model.layers
-    assert [name for name, _ in shadow.parameters()] == [
+    twin = Twin(model, holds_weights, blank)
+    assert twin.root.rotary is model.rotary and twin.root.layers is not model.layers
+    assert [name for name, _ in twin.parameters()] == [
         "embed.weight",
         "layers.0.weight",
         "layers.0.bias",
         "layers.1.weight",
         "layers.1.bias",
     ]
-    assert not {id(each) for _, each in shadow.parameters()} & {id(each) for each in model.parameters()}
+    assert not {id(each) for _, each in twin.parameters()} & {id(each) for each in model.parameters()}
 
 
 def test_the_old_weights_go_when_what_the_flip_returned_is_dropped():
@@ -173,11 +173,11 @@ def test_the_old_weights_go_when_what_the_flip_returned_is_dropped():
 def test_an_attribute_that_the_processing_takes_away_is_taken_away():
     model = started(False, 1)
     model.embed.once = "set by the last processing"
-    shadow = Shadow(model, holds_weights, blank)
-    load(shadow.root, 2)
-    del shadow.root.embed.once
-    process(shadow.root)
-    shadow.moves()()
+    twin = Twin(model, holds_weights, blank)
+    load(twin.root, 2)
+    del twin.root.embed.once
+    process(twin.root)
+    twin.as_flip()()
     assert not hasattr(model.embed, "once")
 
 

@@ -27,13 +27,15 @@ class EngineLoad(Struct, frozen=True):
 
 
 class Update(Struct, frozen=True):
+    """What a change of the weights took."""
+
     version: int
     pause_s: float  # generation stood still for this long
-    staged_s: float = 0.0  # before it, the weights were loaded beside those that served; 0: in the pause
+    staged_s: float = 0.0  # before it, they were loaded beside those that served; 0: in the pause
 
 
 class Engine(Protocol):
-    """Single event loop; `generate` is called concurrently, `update` by one task.
+    """Used from a single event loop; `generate` is called concurrently, `update` by one task.
 
     Versions: `version` is what a request that starts now is sampled with. An update in the middle of a request
     adds a span; how many tokens the old weights produced is read inside the engine at the swap, not guessed from
@@ -41,7 +43,9 @@ class Engine(Protocol):
     """
 
     @property
-    def version(self) -> int: ...
+    def version(self) -> int:
+        """The policy version that serves; -1 before `start`."""
+        ...
 
     @property
     def max_model_len(self) -> int:
@@ -75,6 +79,10 @@ class Engine(Protocol):
         is touched; after a failure in the middle of a swap the engine has `failed`."""
         ...
 
-    def load(self) -> EngineLoad: ...
+    def load(self) -> EngineLoad:
+        """What it is doing now."""
+        ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Stop, also in the middle of `start`. Requests that still run get an EngineError."""
+        ...

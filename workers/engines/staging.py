@@ -1,11 +1,11 @@
 """A second set of weights beside the one that serves: built while the model is used, flipped in without a copy.
 
-    shadow   a copy of the tree of modules, without copies of what it holds: only modules with weights get
+    twin     a copy of the tree of modules, without copies of what it holds: only modules with weights get
              parameters of their own, empty ones, in the form the checkpoint is loaded in
-    fill     the model's own loading code, run on the shadow: what it may reach of the serving modules, it reads
-    moves    what to put into each serving module: its new parameters, and the attributes that the processing
-             after the loading has set (packed weights among them)
-    flip     references change hands, nothing is copied. The modules stay the same objects
+    fill     the model's own loading code, run on the twin: what it may reach of the serving modules, it reads
+    flip     into each serving module: its new parameters, and the attributes that the processing after the loading
+             has set (packed weights among them). References change hands, nothing is copied, and the modules stay
+             the same objects
 
 Whoever keeps a parameter elsewhere than in a module (a tensor in a closure, a view of its storage) would go on with
 the old weights after a flip. `kept_elsewhere` finds such keepers in the whole interpreter; with one, nothing may be
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Flip", "Shadow", "kept_elsewhere"]
+__all__ = ["Flip", "Twin", "kept_elsewhere"]
 
 TREE = frozenset({"_parameters", "_buffers", "_modules"})
 """What makes a module a part of the tree; the rest of its attributes are its own affair."""
@@ -34,17 +34,17 @@ Blank = Callable[[nn.Module, str, torch.Tensor], torch.Tensor]
 with the same attributes."""
 
 
-class Shadow:
-    """The shadow of `model`: `root` is what to load into.
+class Twin:
+    """The twin of `model`: `root` is what to load into.
 
     holds_weights: whether a module's parameters change from version to version. A module none of whose
-    descendants (nor itself) does is not copied: the shadow then holds the serving one.
+    descendants (nor itself) does is not copied: the twin then holds the serving one.
     """
 
     def __init__(self, model: nn.Module, holds_weights: Callable[[nn.Module], bool], blank: Blank) -> None:
-        self._pairs: list[tuple[nn.Module, nn.Module]] = []  # (serving, shadow), of modules with weights
+        self._pairs: list[tuple[nn.Module, nn.Module]] = []  # (serving, twin), of modules with weights
         self._copies: dict[int, nn.Module] = {}
-        self._tensors: dict[int, torch.Tensor] = {}  # a tied parameter is one in the shadow as well
+        self._tensors: dict[int, torch.Tensor] = {}  # a tied parameter is one in the twin as well
         self._holds_weights = holds_weights
         self._blank = blank
         self.root = self._copy(model)
@@ -77,8 +77,8 @@ class Shadow:
         mine = {id(tensor) for tensor in self._tensors.values()}
         return ((name, each) for name, each in self.root.named_parameters() if id(each) in mine)
 
-    def moves(self) -> Flip:
-        """After the shadow was loaded and processed."""
+    def as_flip(self) -> Flip:
+        """What puts its weights into the serving modules. After the twin was loaded and processed."""
         return Flip([_Move(serving, copy) for serving, copy in self._pairs])
 
 

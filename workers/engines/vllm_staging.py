@@ -1,7 +1,7 @@
 """Staging in one of vLLM's worker processes: which models, by which of vLLM's own code, and in which thread.
 
 On a CPU vLLM's modules with weights are few: linear layers, embeddings, heads, norms. Their processing after the
-loading packs weights into handlers for the matrix kernels. Both run here as they do at a start, on the shadow. A
+loading packs weights into handlers for the matrix kernels. Both run here as they do at a start, on the twin. A
 model that holds anything else (quantised layers, experts, state spaces, sinks in an attention layer) is loaded in
 the pause instead.
 
@@ -24,7 +24,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from workers.engines.staging import Flip, Shadow, kept_elsewhere
+from workers.engines.staging import Flip, Twin, kept_elsewhere
 
 __all__ = ["Staging", "pack_tied_heads"]
 
@@ -35,7 +35,7 @@ JOIN_S = 60.0
 """For a thread that was told to stop, which it does after the tensor at hand."""
 
 ROOM = 1.25
-"""Memory that must be free, over the weights' own: heads and embeddings are held twice, plain and packed."""
+"""Memory that must be free, as a multiple of the weights' own: heads and embeddings are held plain and packed."""
 
 
 class Staging:
@@ -54,9 +54,7 @@ class Staging:
         if self.refused:
             return self.refused
         model = self._runner.get_model()
-        ranks = (
-            self._runner.parallel_config.world_size
-        )  # on this machine, all of them, and all about to ask
+        ranks = self._runner.parallel_config.world_size  # all on this machine, and all about to ask
         needed, free = ROOM * ranks * _loaded_bytes(model), _free_bytes()
         if needed > free:
             return f"it takes {needed / 1e9:.1f} GB beside the weights that serve, {free / 1e9:.1f} GB are free"
@@ -66,11 +64,8 @@ class Staging:
 
     def state(self, version: int) -> str:
         """`working`, `ready`, or what went wrong: `unreadable: …` (the files) or `failed: …`."""
-        return (
-            self._task.state
-            if self._task is not None and self._task.version == version
-            else "failed: dropped"
-        )
+        task = self._task
+        return task.state if task is not None and task.version == version else "failed: dropped"
 
     def flip(self, version: int) -> bool:
         """Serve `version`: False where it is not staged."""
@@ -103,6 +98,8 @@ class _StoppedError(Exception):
 
 
 class _Task(threading.Thread):
+    """Stages one version; `state` says how far it is, `flip` is there once that is `ready`."""
+
     def __init__(
         self, version: int, model: nn.Module, tensors: Callable[[], Iterable[tuple[str, torch.Tensor]]]
     ) -> None:
@@ -124,18 +121,18 @@ class _Task(threading.Thread):
             self.state = f"failed: {type(error).__name__}: {error}"
 
     def _stage(self) -> Flip:
-        shadow = Shadow(self._model, _holds_weights, _blank)
-        model: Any = shadow.root
+        twin = Twin(self._model, _holds_weights, _blank)
+        model: Any = twin.root
         loaded = model.load_weights(self._until_stopped())
-        for name, tensor in shadow.parameters():
+        for name, tensor in twin.parameters():
             self._raise_if_stopped()
             if name not in loaded or tensor.isnan().any():
                 raise ValueError(f"{name} was not loaded, or holds NaN")
-        for module in shadow.root.modules():
+        for module in twin.root.modules():
             if _holds_weights(module):
                 self._raise_if_stopped()
                 _process(module)
-        return shadow.moves()
+        return twin.as_flip()
 
     def _until_stopped(self) -> Iterable[tuple[str, torch.Tensor]]:
         for each in self._tensors():
@@ -163,6 +160,7 @@ def pack_tied_heads(model: nn.Module) -> None:
 
 
 def _refusal(runner: Any) -> str:
+    """Why this model can't be staged, or empty. Looks at what the model is made of: nothing is tried out."""
     from vllm.model_executor.layers.attention import Attention, is_deferred_attention_layer
     from vllm.platforms import current_platform
 
@@ -191,6 +189,7 @@ def _refusal(runner: Any) -> str:
 
 
 def _holds_weights(module: nn.Module) -> bool:
+    """Whether the checkpoint has this module's own parameters, and they are of a kind that can be staged."""
     from vllm.model_executor.layers.layernorm import GemmaRMSNorm, LayerNorm, RMSNorm
     from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import (
@@ -282,6 +281,7 @@ def _become_unobtrusive() -> None:
 
 
 def _empty(replaced: list[Any]) -> None:
+    """Drop what the lists in it hold, one by one."""
     while replaced:
         if isinstance(each := replaced.pop(), list):
             replaced.extend(each)
