@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import threading
 from typing import Any
 
 import click
@@ -81,15 +82,23 @@ def main(argv: list[str] | None = None) -> None:
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
-    except click.Abort:
-        sys.exit(130)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    except (click.Abort, KeyboardInterrupt):
+        _interrupted()
     except Stopped as stopped:
         sys.exit(128 + stopped.signum)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+
+
+def _interrupted() -> None:
+    """Ctrl-C. All was cleaned up on the way here; threads that wait for a store that hangs are not waited for."""
+    others = (each for each in threading.enumerate() if each is not threading.main_thread())
+    if any(not each.daemon for each in others):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(130)
+    sys.exit(130)
 
 
 def _fail(message: str, hint: str, code: int) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
+import math
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +25,14 @@ if TYPE_CHECKING:
     from async_rl.weights.garbage import Plan
 
 __all__ = ["compact", "gc", "verify"]
+
+
+def _not_nan(ctx: click.Context, param: click.Parameter, value: float | None) -> float | None:
+    """It is within every range, and nothing is ever younger than it."""
+    if value is not None and math.isnan(value):
+        raise click.BadParameter("nan is no number of seconds")
+    return value
+
 
 scratch_option = click.option(
     "--scratch",
@@ -50,24 +58,32 @@ def verify(
     """
     from async_rl.weights.check import verify as verify_one
     from async_rl.weights.check import verify_all
+    from async_rl.weights.files import temporary_folder
     from async_rl.weights.lineage import wanted_version
 
     if (version is None) == (not everything):
         raise click.UsageError("name a version, or give --all")
     with (
         opened(store_url) as (store, run),
-        tempfile.TemporaryDirectory(prefix="async-rl-verify-", dir=scratch) as folder,
+        temporary_folder(scratch) as folder,
         reporting() as report,
     ):
         if version is None:
-            found = verify_all(store, run, Path(folder), report=report)
+            found = verify_all(store, run, folder, report=report)
         else:
             manifest = wanted_version(store, version_name(version))
-            found = verify_one(store, run, manifest, Path(folder), report=report)
+            found = verify_one(store, run, manifest, folder, report=report)
     if as_json:
         write_json(found)
     else:
         _print_verified(found, everything)
+    if found.files:
+        from async_rl.errors import Corrupt
+
+        raise Corrupt(
+            f"{len(found.files)} of the model's files in {store.url} are lost or damaged: {'; '.join(found.files)}",
+            hint="workers need them: restore them from the model folder that the run was started with",
+        )
     if found.wrong:
         from async_rl.errors import Corrupt
 
@@ -123,18 +139,19 @@ def compact(store_url: str, spans: tuple[int, ...], scratch: Path | None, as_jso
 
     from async_rl.weights.compactor import Compactor, Skip
     from async_rl.weights.config import WeightsConfig
+    from async_rl.weights.files import temporary_folder
 
     config = WeightsConfig(skip_spans=tuple(sorted(set(spans)))) if spans else WeightsConfig()
     with (
         opened(store_url) as (store, run),
-        tempfile.TemporaryDirectory(prefix="async-rl-compact-", dir=scratch) as folder,
+        temporary_folder(scratch) as folder,
         reporting() as report,
     ):
 
         def said(skip: Skip, done: int, of: int) -> None:
             report(f"span {skip.span}: {skip.base} to {skip.version}", done, of)
 
-        written = Compactor(store, run, config, Path(folder), report=said).run()
+        written = Compactor(store, run, config, folder, report=said).run()
     if as_json:
         write_json(written)
         return
@@ -177,6 +194,7 @@ def compact(store_url: str, spans: tuple[int, ...], scratch: Path | None, as_jso
     "--grace-s",
     default=None,
     type=click.FloatRange(0),
+    callback=_not_nan,
     help="Between announcement and deletion, seconds. [default: 900]",
 )
 @json_option

@@ -109,7 +109,12 @@ def _age(seconds: float) -> str:
 @click.argument("version", type=VERSION)
 @store_option
 @click.option(
-    "--from", "base", default=None, type=int, metavar="V", help="Look into the way from V (-1: full)."
+    "--from",
+    "base",
+    default=None,
+    type=click.IntRange(-1),
+    metavar="V",
+    help="Look into the way from V (-1: full).",
 )
 @click.option("--tensors", is_flag=True, help="Every tensor, not only those with most bytes.")
 @json_option

@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path as FilePath
 
+import msgspec
 from msgspec import Struct
 
 from async_rl.errors import Corrupt, NotFound, StoreError, StoreUnavailable, WeightsError
 from async_rl.store.base import ObjectStore
 from async_rl.weights.codec import digest_of
+from async_rl.weights.codec.digest import MASK
 from async_rl.weights.config import WeightsConfig
 from async_rl.weights.garbage import Announced, fold
 from async_rl.weights.gc import read_tombstones
@@ -28,18 +30,13 @@ from async_rl.weights.lineage import (
     read_manifest,
     version_key,
 )
-from async_rl.weights.parallel import side_by_side
+from async_rl.weights.parallel import Report, side_by_side
 from async_rl.weights.plan import NOTHING, find_path
 from async_rl.weights.replay import FlatState
-from async_rl.weights.run import RunInfo
+from async_rl.weights.run import ModelFile, RunInfo, fetch_model_file
 from async_rl.weights.ways import list_edges, read_way
 
 __all__ = ["CheckedWay", "Verified", "verify", "verify_all"]
-
-_MASK = (1 << 64) - 1
-
-Report = Callable[[str, int, int], None]
-"""Called with what is done, how many of it are done, and of how many."""
 
 
 class CheckedWay(Struct, frozen=True):
@@ -58,6 +55,7 @@ class Verified(Struct, frozen=True):
     ways: tuple[CheckedWay, ...]
     paths: tuple[str, ...]  # by which states were put together
     ignored: tuple[int, ...]  # versions of replaced trainers, which nobody reads
+    files: tuple[str, ...] = ()  # of the model (config, tokenizer, …): what is wrong with them, in words
 
     @property
     def wrong(self) -> tuple[CheckedWay, ...]:
@@ -100,7 +98,7 @@ def verify_all(
     config: WeightsConfig | None = None,
     report: Report | None = None,
 ) -> Verified:
-    """Every version's own way and every further way. Raises StoreErrors, WeightsError."""
+    """Every version's own way, every further way, the model's files. Raises StoreErrors, WeightsError."""
     numbers = list_versions(store)
     found = side_by_side(partial(_read, store), numbers)
     claims = read_claims(store)
@@ -112,7 +110,17 @@ def verify_all(
             checker.note(CheckedWay(number, NOTHING, "own", 0, version_key(number), "wrong", each))
     checker.add(_Task(n, manifest.way, "own", version_key(n)) for n, manifest in counting.items())
     checker.add_further(0, None)
-    return checker.run(tuple(sorted(manifests.keys() - counting.keys())))
+    found_ways = checker.run(tuple(sorted(manifests.keys() - counting.keys())))
+    wrong = (_wrong_file(store, file) for file in run.model_files)
+    return msgspec.structs.replace(found_ways, files=tuple(each for each in wrong if each))
+
+
+def _wrong_file(store: ObjectStore, file: ModelFile) -> str:
+    try:
+        fetch_model_file(store, file)
+    except (Corrupt, NotFound) as error:
+        return error.message
+    return ""
 
 
 def _read(store: ObjectStore, number: int) -> Manifest | str:
@@ -217,6 +225,8 @@ class _Checker:
         except StoreUnavailable:
             raise
         except (WeightsError, StoreError) as error:
+            if isinstance(error.__cause__, OSError) and not isinstance(error, StoreError | Corrupt):
+                raise  # this machine's disk, which says nothing about the store
             verdict = "stranded" if self._cut_off(base) else "unchecked"
             self.note(_judged(task, verdict, f"version {base} can't be had: {error}"))
             return False
@@ -263,7 +273,7 @@ class _Checker:
         digest = 0
         for tensor, start, data in self._state.full_tiles(task.way, task.key):
             digest += digest_of(data, self._state.places[tensor] + start)
-        return digest & _MASK
+        return digest & MASK
 
     def _wrong(self, task: _Task, reason: str) -> None:
         self._avoid.add(task.edge)

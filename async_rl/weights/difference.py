@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import heapq
 import math
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path as FilePath
 from typing import NamedTuple
@@ -20,10 +19,11 @@ from async_rl.errors import WeightsError
 from async_rl.store.base import ObjectStore
 from async_rl.weights.codec import TILE, encode_tile, tile_steps
 from async_rl.weights.config import WeightsConfig
-from async_rl.weights.files import disk_errors
+from async_rl.weights.files import disk_errors, temporary_folder
 from async_rl.weights.gc import dead_edges
 from async_rl.weights.layers import aligned, net_steps, open_layers
 from async_rl.weights.lineage import Manifest
+from async_rl.weights.parallel import Report
 from async_rl.weights.plan import Path, find_path
 from async_rl.weights.replay import FlatState
 from async_rl.weights.run import RunInfo
@@ -34,9 +34,6 @@ LARGEST = 10
 """Weights that are named: those that moved furthest."""
 
 _BUCKETS = 17  # by powers of two: 1, 2, 3-4, 5-8, …, 16385-32768
-
-Report = Callable[[str, int, int], None]
-"""Called with what is done, how much of it is done, and of how much."""
 
 
 class Bucket(Struct, frozen=True):
@@ -102,8 +99,7 @@ def difference(
     sign = 1 if before is older else -1
     config = config or WeightsConfig()
     dead = dead_edges(store)
-    with tempfile.TemporaryDirectory(prefix="async-rl-diff-") as name:
-        folder = FilePath(name)
+    with temporary_folder() as folder:
         path = _deltas(store, older, newer, dead)
         if path is not None:
             found = _from_deltas(store, run, path, folder, config, report)

@@ -23,8 +23,10 @@ __all__ = [
     "FolderLock",
     "disk_errors",
     "part_file",
+    "reserve",
     "scratch_folder",
     "sha256_of",
+    "temporary_folder",
     "write_at",
     "write_whole",
 ]
@@ -45,7 +47,7 @@ def disk_errors(folder: Path, needed: int) -> Iterator[None]:
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         raise WeightsError(
-            f"can't write {needed / 1e6:.1f} MB to {folder}: {error.strerror or error}",
+            f"can't write {f'{needed / 1e6:.1f} MB ' if needed else ''}to {folder}: {error.strerror or error}",
             hint="free some space there or choose another cache folder"
             if full
             else "check the folder and its permissions",
@@ -87,6 +89,13 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(
             file, "sha256"
         ).hexdigest()  # in small blocks, one buffer: they stay in the cache
+
+
+def reserve(path: Path, nbytes: int) -> None:
+    """Make a file of zeros that has its place on the disk. One that is mapped into memory without it ends the process
+    (SIGBUS) where the disk turns out full. Raises OSError."""
+    with path.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, nbytes)
 
 
 class FolderLock:
@@ -141,11 +150,20 @@ def scratch_folder(nbytes: int) -> Iterator[Path]:
         _remove_left_behind(_SHARED_MEMORY)
         if shutil.disk_usage(_SHARED_MEMORY).free >= nbytes:
             parent = _SHARED_MEMORY
-    if parent != _SHARED_MEMORY:
-        _remove_left_behind(parent)
-    folder = Path(tempfile.mkdtemp(prefix=_SCRATCH, dir=parent))
-    lock = FolderLock(folder)
-    log.info("temporary cache folder", folder=str(folder), wanted_mb=nbytes / 1e6)
+    with temporary_folder(parent) as folder:
+        log.info("temporary cache folder", folder=str(folder), wanted_mb=nbytes / 1e6)
+        yield folder
+
+
+@contextmanager
+def temporary_folder(parent: Path | None = None) -> Iterator[Path]:
+    """In `parent`, or where temporary files go. Removed at the end; what a killed process left is removed by the next
+    one there. Raises WeightsError."""
+    parent = parent or Path(tempfile.gettempdir())
+    _remove_left_behind(parent)
+    with disk_errors(parent, 0):
+        folder = Path(tempfile.mkdtemp(prefix=_SCRATCH, dir=parent))
+        lock = FolderLock(folder)
     try:
         yield folder
     finally:

@@ -31,6 +31,8 @@ from async_rl.log import get_logger
 from async_rl.store.base import ObjectStore
 
 __all__ = [
+    "NOTHING",
+    "VERSIONS",
     "Claim",
     "Manifest",
     "Pack",
@@ -42,11 +44,13 @@ __all__ = [
     "check_way",
     "claim",
     "decide",
+    "fenced",
     "first_version",
     "list_versions",
     "newest_admissible",
     "read_claims",
     "read_manifest",
+    "sealed",
     "version_key",
     "wanted_version",
 ]
@@ -55,6 +59,10 @@ log = get_logger(__name__)
 
 INCARNATIONS = "incarnations/"
 VERSIONS = "versions/"
+
+NOTHING = -1
+"""In the place of a version: what a full way begins with, and what a reader holds that holds none."""
+
 _CLAIM_TRIES = 100  # each lost race means that somebody else claimed: a hundred in a row is a restart loop
 
 Count = Annotated[int, Meta(ge=0)]
@@ -90,7 +98,7 @@ class Pack(Struct, frozen=True):
 class Way(Struct, frozen=True):
     """How to get the state of a version: from that of `base`, or from nothing."""
 
-    base: int  # the version a delta changes; -1: full
+    base: int  # the version a delta changes; NOTHING: full
     packs: tuple[Pack, ...]
     total_bytes: Count  # of the packs
     weight_map: dict[str, Count] = {}  # full: tensor name -> index into packs
@@ -190,7 +198,7 @@ def claim(store: ObjectStore) -> Claim:
         try:
             store.put_if_absent(claim_key(ours.incarnation), msgspec.json.encode(ours))
         except AlreadyExists:
-            if _read(store, claim_key(ours.incarnation), Claim).nonce != nonce:
+            if _read_claim(store, ours.incarnation).nonce != nonce:
                 continue
         log.info("incarnation claimed", incarnation=ours.incarnation, first_version=ours.first_version)
         return ours
@@ -217,7 +225,18 @@ def fenced(store: ObjectStore, ours: Claim, newer: int) -> Fenced:
 
 def read_claims(store: ObjectStore, after: int = -1) -> list[Claim]:
     """Claims of incarnations newer than `after`, oldest first."""
-    return [_read(store, claim_key(number), Claim) for number in _numbers(store, INCARNATIONS, after)]
+    return [_read_claim(store, number) for number in _numbers(store, INCARNATIONS, after)]
+
+
+def _read_claim(store: ObjectStore, incarnation: int) -> Claim:
+    key = claim_key(incarnation)
+    found = _read(store, key, Claim)
+    if found.incarnation != incarnation:  # then a zombie's versions might count
+        raise Corrupt(
+            f"{key} in {store.url} says it is incarnation {found.incarnation}",
+            hint="restore the object: while it is wrong, nobody can tell which versions count",
+        )
+    return found
 
 
 def list_versions(store: ObjectStore, after: int = -1) -> list[int]:
@@ -292,7 +311,7 @@ def _read(store: ObjectStore, key: str, kind: type[Record]) -> Record:
     data = store.get(key)
     try:
         record = msgspec.json.decode(data, type=kind)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise Corrupt(f"{key} in {store.url} is not a valid {kind.__name__.lower()}: {error}") from error
     if isinstance(record, Claim | Manifest) and record.seal not in ("", _seal_of(record)):
         raise Corrupt(

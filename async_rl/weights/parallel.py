@@ -14,7 +14,7 @@ REQUESTS = 16
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 Report = Callable[[str, int, int], None]
-"""Called with what is done, how many of it are done, and of how many."""
+"""Called with what is being done, how much of it is done, and how much there is (items, bytes or weights)."""
 
 
 def side_by_side(
@@ -24,8 +24,12 @@ def side_by_side(
     *,
     what: str = "",
     report: Report | None = None,
+    to_the_end: bool = False,
 ) -> list[Result]:
-    """Every item's result, in their order. Raises the first error in that order; what has not begun then is left."""
+    """Every item's result, in their order. Raises the first error in that order; what has not begun then is left.
+
+    Ctrl-C does not wait for what has begun (a get may hang for a minute), but with `to_the_end`.
+    """
     items = list(items)
     if len(items) < 2 and report is None:
         return [function(item) for item in items]
@@ -36,6 +40,8 @@ def side_by_side(
             results.append(result)
             if report is not None:
                 report(what, len(results), len(items))
-    finally:
-        pool.shutdown(cancel_futures=True)
+    except BaseException as error:
+        pool.shutdown(wait=to_the_end or isinstance(error, Exception), cancel_futures=True)
+        raise
+    pool.shutdown()
     return results

@@ -55,7 +55,7 @@ def live_readers(store: ObjectStore) -> list[ReaderBeat]:
             beat = msgspec.json.decode(store.get(info.key), type=ReaderBeat)
         except NotFound:
             continue  # said goodbye meanwhile
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             log.warning("not a reader's beat", key=info.key, error=str(error))
             continue
         if now - info.modified < beat.expires_s:

@@ -16,9 +16,10 @@ import numpy as np
 from async_rl.errors import Corrupt
 from async_rl.store.base import ObjectStore
 from async_rl.weights.codec import TILE, apply_tile, digest_of
+from async_rl.weights.codec.digest import MASK
 from async_rl.weights.config import WeightsConfig
 from async_rl.weights.fetch import Fetcher
-from async_rl.weights.files import disk_errors
+from async_rl.weights.files import disk_errors, reserve
 from async_rl.weights.layers import Layer, open_layer
 from async_rl.weights.lineage import Manifest, Way
 from async_rl.weights.packs import ITEM_BYTES, read_header
@@ -32,8 +33,6 @@ Report = Callable[[int, int], None]
 
 Bytes = Callable[[int], None]
 """Called with the bytes fetched so far."""
-
-_MASK = (1 << 64) - 1
 
 
 def _silent(done: int) -> None:
@@ -63,9 +62,9 @@ class FlatState:
         self.digest = 0
         with disk_errors(folder, self.places[-1] * ITEM_BYTES):
             folder.mkdir(parents=True, exist_ok=True)
-            self.values: np.ndarray = np.memmap(
-                folder / "state", np.uint16, "w+", shape=(max(1, self.places[-1]),)
-            )
+            elements = max(1, self.places[-1])
+            reserve(folder / "state", elements * ITEM_BYTES)
+            self.values: np.ndarray = np.memmap(folder / "state", np.uint16, "r+", shape=(elements,))
 
     def go_to(
         self,
@@ -112,12 +111,12 @@ class FlatState:
     def apply(self, layer: Layer, version: int, what: str) -> None:
         """Raises Corrupt naming `what`; then the state is of no version."""
         self.version = NOTHING
-        self.digest = (self.digest + self._run_over(layer, self._in_place, what)) & _MASK
+        self.digest = (self.digest + self._run_over(layer, self._in_place, what)) & MASK
         self.version = version
 
     def try_out(self, layer: Layer, what: str) -> int:
         """The digest after `layer`, found by decoding it against this state, which is not changed."""
-        return (self.digest + self._run_over(layer, self._copy, what)) & _MASK
+        return (self.digest + self._run_over(layer, self._copy, what)) & MASK
 
     def check_digest(self, manifest: Manifest, how: str) -> None:
         """Raises Corrupt."""
@@ -158,7 +157,7 @@ class FlatState:
             place = self.places[tensor] + start
             self.values[place : place + len(data)] = data
             digest += digest_of(data, place)
-        self.digest, self.version = digest & _MASK, version
+        self.digest, self.version = digest & MASK, version
 
     def full_tiles(
         self, way: Way, what: str, report: Bytes = _silent

@@ -40,6 +40,7 @@ __all__ = [
     "RunInfo",
     "Shaped",
     "ensure_run",
+    "fetch_model_file",
     "fetch_model_files",
     "find_run",
     "open_run",
@@ -101,6 +102,7 @@ class RunInfo(Struct, frozen=True):
     vocab_size: int
     tensors: tuple[TensorSpec, ...]  # Hugging Face names, in the order of the model; tied ones once
     model_files: tuple[ModelFile, ...]
+    seal: str = ""  # hash of the other fields
 
 
 class _Format(Struct, frozen=True):
@@ -131,6 +133,7 @@ def ensure_run(
         tensors=table,
         model_files=tuple(_model_file(name, data) for name, data in sorted(contents.items())),
     )
+    wanted = msgspec.structs.replace(wanted, seal=_seal_of(wanted))
     try:
         found = _read_run(store)
     except NotFound:
@@ -256,7 +259,7 @@ def _differences(store: ObjectStore, run: RunInfo, mine: RunInfo, config: Mappin
         elif name not in theirs:
             result.append(f"{name}: the folder has it, the run doesn't")
         elif name == "config.json":
-            result += _config_differences(_fetch(store, theirs[name]), config)
+            result += _config_differences(fetch_model_file(store, theirs[name]), config)
         elif theirs[name].sha256 != ours[name].sha256:
             result.append(
                 f"{name}: SHA-256 {theirs[name].sha256[:16]}… in the run, {ours[name].sha256[:16]}… here"
@@ -324,10 +327,11 @@ def fetch_model_files(store: ObjectStore, run: RunInfo, folder: Path) -> None:
         path = folder / file.name
         if path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == file.sha256:
             continue
-        write_whole(path, _fetch(store, file))
+        write_whole(path, fetch_model_file(store, file))
 
 
-def _fetch(store: ObjectStore, file: ModelFile) -> bytes:
+def fetch_model_file(store: ObjectStore, file: ModelFile) -> bytes:
+    """Raises Corrupt, StoreErrors."""
     for _ in range(2):  # a second try tells a torn read from a damaged object
         data = store.get(file.key)
         if hashlib.sha256(data).hexdigest() == file.sha256:
@@ -347,6 +351,17 @@ def _read_run(store: ObjectStore) -> RunInfo:
                 f"the run {store.url} is of format {number}, this async-rl reads up to {FORMAT}",
                 hint="upgrade async-rl on this machine to the trainer's version",
             )
-        return msgspec.json.decode(data, type=RunInfo)
-    except msgspec.DecodeError as error:
+        run = msgspec.json.decode(data, type=RunInfo)
+    except (msgspec.DecodeError, RecursionError) as error:
         raise Corrupt(f"{RUN_KEY} in {store.url} is not valid: {error}") from error
+    if run.seal not in ("", _seal_of(run)):
+        raise Corrupt(
+            f"{RUN_KEY} in {store.url} is not what was written: its fields differ from its seal",
+            hint="the object was damaged or edited: restore it; nothing of the run can be read without it",
+        )
+    return run
+
+
+def _seal_of(run: RunInfo) -> str:
+    plain = msgspec.structs.replace(run, seal="")
+    return hashlib.sha256(msgspec.json.encode(plain)).hexdigest()[:16]

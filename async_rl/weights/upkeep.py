@@ -10,12 +10,10 @@ ways for late readers and more bytes in the bucket.
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 import threading
 import traceback
 from collections.abc import Callable
-from pathlib import Path
+from contextlib import ExitStack
 from types import TracebackType
 
 from async_rl.errors import AsyncRLError
@@ -25,6 +23,7 @@ from async_rl.threads import give_way
 from async_rl.weights import gc
 from async_rl.weights.compactor import Compactor
 from async_rl.weights.config import WeightsConfig
+from async_rl.weights.files import temporary_folder
 from async_rl.weights.lineage import Manifest
 from async_rl.weights.run import RunInfo
 
@@ -52,7 +51,8 @@ class Upkeep:
     ) -> None:
         """`on_done` is called with every version that was looked after, in the thread, successful or not."""
         self._store, self._config, self._on_done = store, config, on_done
-        self._scratch = Path(tempfile.mkdtemp(prefix="async-rl-upkeep-"))
+        self._holding = ExitStack()
+        self._scratch = self._holding.enter_context(temporary_folder())
         self._compactor = Compactor(
             store, run, config, self._scratch, stopping=lambda: self._stopping.is_set()
         )
@@ -79,7 +79,7 @@ class Upkeep:
         if self._thread.is_alive():
             log.warning("upkeep is still at work and is left behind", waited_s=timeout_s)
         else:
-            shutil.rmtree(self._scratch, ignore_errors=True)
+            self._holding.close()
 
     def __enter__(self) -> Upkeep:
         return self

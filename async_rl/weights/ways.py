@@ -78,7 +78,7 @@ def read_way(store: ObjectStore, edge: Edge) -> FurtherWay:
     """Raises NotFound (it was removed meanwhile), Corrupt."""
     try:
         further = msgspec.json.decode(store.get(edge.key), type=FurtherWay)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise Corrupt(f"{edge.key} in {store.url} is not valid: {error}") from error
     check_way(further.way, further.version, f"{edge.key} in {store.url}")
     if way_key(further) != edge.key:
