@@ -20,7 +20,7 @@ from async_rl.threads import give_way
 from async_rl.weights.config import WeightsConfig
 from async_rl.weights.drafts import state_digest
 from async_rl.weights.full import FullPacks
-from async_rl.weights.garbage import Found
+from async_rl.weights.garbage import StoredTombstone
 from async_rl.weights.gc import dead_edges
 from async_rl.weights.lineage import Manifest, Way
 from async_rl.weights.plan import Path, find_path
@@ -29,7 +29,7 @@ from async_rl.weights.run import RunInfo
 from async_rl.weights.shards import Shards, State
 from async_rl.weights.ways import FurtherWay, write_way
 
-__all__ = ["AnchorWriter", "Anchors", "due"]
+__all__ = ["AnchorWriter", "Anchors", "Spent", "due"]
 
 log = get_logger(__name__)
 
@@ -76,7 +76,7 @@ class Anchors:
         self._spent = Spent(0, 0)
         # Skips begin at multiples of their spans: an anchor there is followed by skips, not by single deltas.
         self._every = min(config.skip_spans, default=8)
-        self._tombstones: dict[int, Found] = {}
+        self._tombstones: dict[int, StoredTombstone] = {}
         self._known: dict[int, Way] = {}  # of manifests that were read for a path
 
     def committed(self, manifest: Manifest) -> None:

@@ -23,6 +23,7 @@ import numpy as np
 from async_rl.errors import AsyncRLError, WeightsError
 from async_rl.store.base import ObjectStore
 from async_rl.weights.codec import TILE, CodedTile, Mode, encode_tile
+from async_rl.weights.codec.digest import MASK
 from async_rl.weights.deltas import DeltaPackWriter
 from async_rl.weights.lineage import Pack
 from async_rl.weights.run import RunInfo
@@ -162,7 +163,7 @@ class ChangedPacks:
         self.packs.append(pack)
         self._next = upto
         self.changed += changed
-        self.moved = (self.moved + moved) & ((1 << 64) - 1)
+        self.moved = (self.moved + moved) & MASK
         self.small |= small
 
 

@@ -34,7 +34,7 @@ from async_rl.weights.codec import Mode
 from async_rl.weights.config import WeightsConfig
 from async_rl.weights.deltas import DeltaPackWriter
 from async_rl.weights.files import disk_errors
-from async_rl.weights.garbage import Found
+from async_rl.weights.garbage import StoredTombstone
 from async_rl.weights.gc import dead_edges
 from async_rl.weights.layers import Layer, Span, aligned, open_layers, recode
 from async_rl.weights.lineage import (
@@ -172,7 +172,7 @@ class Compactor:
         self._unread: set[int] = set()
         self._useless: set[Skip] = set()
         self._states: dict[int, FlatState] = {}  # by span
-        self._tombstones: dict[int, Found] = {}
+        self._tombstones: dict[int, StoredTombstone] = {}
         self._places = places_of(run)
 
     def run(self, after: int = -1, newest: Manifest | None = None) -> list[Written]:

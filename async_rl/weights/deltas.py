@@ -13,7 +13,6 @@ index in run.json.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import struct
 from collections.abc import Sequence
@@ -24,8 +23,9 @@ import zstandard
 
 from async_rl.errors import Corrupt
 from async_rl.weights.codec import CodedTile, Mode
+from async_rl.weights.codec.digest import MASK
 from async_rl.weights.lineage import Pack, TableRef
-from async_rl.weights.packs import TensorSpec
+from async_rl.weights.packs import TensorSpec, framed
 
 __all__ = ["DeltaPackWriter", "Tile", "check_tiles", "read_table", "tile_hash"]
 
@@ -91,7 +91,7 @@ class DeltaPackWriter:
 
     @property
     def moved(self) -> int:
-        return sum(row[5] for row in self._rows) & ((1 << 64) - 1)
+        return sum(row[5] for row in self._rows) & MASK
 
     def finish(self, key: str) -> tuple[list[bytes], Pack]:
         """The object's bytes, in pieces, and what a manifest says about it."""
@@ -183,6 +183,4 @@ def _header(tiles: int, table: int) -> bytes:
         "tiles": {"dtype": "U8", "shape": [tiles], "data_offsets": [0, tiles]},
         "table": {"dtype": "U8", "shape": [table], "data_offsets": [tiles, tiles + table]},
     }
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    return framed(entries)

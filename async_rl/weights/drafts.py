@@ -22,6 +22,7 @@ from async_rl.log import get_logger
 from async_rl.store.base import ObjectStore
 from async_rl.weights.changes import ChangedPacks, Cut, cut_tiles
 from async_rl.weights.codec import digest_of
+from async_rl.weights.codec.digest import MASK
 from async_rl.weights.full import FullPacks
 from async_rl.weights.lineage import Pack, Way, admissible, read_claims, read_manifest
 from async_rl.weights.parallel import side_by_side
@@ -33,8 +34,6 @@ from async_rl.weights.shards import Shards, State
 __all__ = ["DeltaDraft", "Draft", "Finished", "WholeDraft", "path_to", "state_digest"]
 
 log = get_logger(__name__)
-
-_MASK = (1 << 64) - 1
 
 
 class Finished(Struct, frozen=True):
@@ -70,7 +69,7 @@ class DeltaDraft:
                 changed=sum(part.changed for part in parts),
                 small=any(part.small for part in parts),
             )
-            self.finished = Finished(way, (self._digest + sum(part.moved for part in parts)) & _MASK)
+            self.finished = Finished(way, (self._digest + sum(part.moved for part in parts)) & MASK)
         return failure
 
 
@@ -167,7 +166,7 @@ def state_digest(ranks: Ranks, run: RunInfo, shards: Shards, state: State) -> in
 
 
 def _total(ranks: Ranks, part: int) -> int:
-    return sum(each.part for each in exchange(ranks, _Digest(part))) & _MASK
+    return sum(each.part for each in exchange(ranks, _Digest(part))) & MASK
 
 
 def _digest_of_rows(run: RunInfo, shards: Shards, state: State) -> int:
@@ -177,7 +176,7 @@ def _digest_of_rows(run: RunInfo, shards: Shards, state: State) -> int:
         bits = state.bits(run.tensors[cut.tensor].name)
         return digest_of(bits[cut.start - cut.row_start : cut.stop - cut.row_start], cut.place)
 
-    return sum(side_by_side(of, cut_tiles(list(shards.parts())), len(os.sched_getaffinity(0)))) & _MASK
+    return sum(side_by_side(of, cut_tiles(list(shards.parts())), len(os.sched_getaffinity(0)))) & MASK
 
 
 def _is_same(store: ObjectStore, parent: int, digest: int) -> bool:

@@ -21,6 +21,8 @@ __all__ = ["Change", "change_of", "given_exponent_bytes", "no_context_bytes", "s
 
 EXPONENTS = 256
 
+_PART = 1 << 20  # elements looked at at once: bounds the memory
+
 
 class Change(NamedTuple):
     """What a change says, without the unchanged weights: all that the two limits need."""
@@ -46,18 +48,20 @@ def change_of(base: np.ndarray, new: np.ndarray) -> Change:
     """Of one tensor, uint16 [n] each."""
     positions = changed_positions(base, new)
     of_exponent = np.zeros(EXPONENTS, np.int64)
-    for start in range(0, len(base), _PART):  # bounds the memory
+    for start in range(0, len(base), _PART):
         of_exponent += np.bincount(_exponent(base[start : start + _PART]), minlength=EXPONENTS)
     before = base[positions]
     return Change(len(base), of_exponent, _exponent(before), steps_between(before, new[positions]))
 
 
 def no_context_bytes(change: Change) -> float:
+    """The first limit, see above."""
     steps = np.unique(change.steps, return_counts=True)[1]
     return _bits(np.array([change.weights - change.changed, change.changed])) / 8 + _bits(steps) / 8
 
 
 def given_exponent_bytes(change: Change) -> float:
+    """The second limit, see above."""
     changed = np.bincount(change.exponents, minlength=EXPONENTS)
     total = sum(
         _bits(np.array([weights - moved, moved]))
@@ -68,9 +72,6 @@ def given_exponent_bytes(change: Change) -> float:
     # The bits of (exponent, step) less those of the exponent alone are those of the step given the exponent.
     total += _bits(counts) - _bits(changed)
     return float(total) / 8
-
-
-_PART = 1 << 20
 
 
 def _exponent(bits: np.ndarray) -> np.ndarray:

@@ -35,7 +35,7 @@ from async_rl.weights.files import part_file, sha256_of, write_at
 from async_rl.weights.lineage import Pack
 from async_rl.weights.packs import TensorSpec
 
-__all__ = ["BadPack", "Fetcher", "holds"]
+__all__ = ["BadPack", "Fetcher", "Turns", "holds"]
 
 log = get_logger(__name__)
 
@@ -139,6 +139,8 @@ class Turns:
 
 
 class Fetcher:
+    """Brings packs, or parts of them, to files. Used by one thread at a time; only `stop` is called from others."""
+
     def __init__(self, store: ObjectStore, config: WeightsConfig) -> None:
         self._store, self._config = store, config
         self._lock = threading.Lock()
@@ -183,7 +185,7 @@ class Fetcher:
         ref = pack.table
         if ref is None or ref.start + ref.size != pack.size:
             raise BadPack(pack.key, f"{pack.key} in {self._store.url} should end with a table of tiles")
-        data = self.checked(
+        data = self._checked(
             pack,
             ref.start,
             ref.size,
@@ -204,7 +206,7 @@ class Fetcher:
             groups = _merged([tile for tile in rows if needed(tile)], self._config.fetch_part_bytes)
             self._run([lambda g=group: self._bring_tiles(pack, part, g) for group in groups], report)  # type: ignore[misc]
 
-    def checked(
+    def _checked(
         self, pack: Pack, start: int, length: int, right: Callable[[bytes], bool], what: str
     ) -> bytes:
         """A range of a pack that must be `right`, asked for twice where it is not: a second try tells a torn read
@@ -228,8 +230,14 @@ class Fetcher:
             for future in as_completed(futures):
                 done += future.result()
                 report(done)
-        finally:
+        except Exception:
             pool.shutdown(wait=True, cancel_futures=True)  # nobody writes to a file that is to be removed
+            raise
+        except BaseException:  # Ctrl-C does not wait for gets that hang: they write to no new file
+            self._stopped = True
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+        pool.shutdown()
 
     def _bring(self, each: _Whole, start: int) -> int:
         length = each.length(start)
@@ -264,7 +272,7 @@ class Fetcher:
             )
 
         write_at(
-            part, start, self.checked(pack, start, length, right, f"a tile in {length} bytes at {start}")
+            part, start, self._checked(pack, start, length, right, f"a tile in {length} bytes at {start}")
         )
         return length
 

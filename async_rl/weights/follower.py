@@ -31,6 +31,7 @@ from pathlib import Path
 from async_rl.errors import Corrupt, NotFound, WeightsError
 from async_rl.log import get_logger
 from async_rl.store.base import ObjectStore
+from async_rl.weights.codec.digest import MASK
 from async_rl.weights.config import WeightsConfig
 from async_rl.weights.deltas import Tile, check_tiles, read_table
 from async_rl.weights.fetch import BadPack, Fetcher, holds
@@ -43,9 +44,8 @@ from async_rl.weights.plan import NOTHING, Hop, find_path
 from async_rl.weights.plan import Path as Route
 from async_rl.weights.run import RunInfo
 from async_rl.weights.shadow import (
-    MASK,
     THREADS,
-    CodedTile,
+    FetchedTile,
     Mapped,
     Shadow,
     check_contents,
@@ -373,9 +373,9 @@ class Follower:
 
     # ---------------------------------------------------------------- deltas
 
-    def _read_tiles(self, hop: Hop) -> list[CodedTile]:
+    def _read_tiles(self, hop: Hop) -> list[FetchedTile]:
         """All tiles of a hop (those needed), checked to fit the run and one another."""
-        found: list[CodedTile] = []
+        found: list[FetchedTile] = []
         changed = 0
         try:
             for pack in hop.way.packs:
@@ -384,7 +384,7 @@ class Follower:
                 check_tiles(tiles, self._run.tensors, pack.table.start if pack.table else 0, what)
                 changed += sum(tile.changed for tile in tiles)
                 found += [
-                    CodedTile(tile, data[tile.offset : tile.offset + tile.size], pack.key)
+                    FetchedTile(tile, data[tile.offset : tile.offset + tile.size], pack.key)
                     for tile in tiles
                     if self._needed(tile)
                 ]
@@ -416,7 +416,7 @@ class Follower:
             raise Corrupt(f"{what} describes more bytes than it has")
         return [tile._replace(offset=tile.offset + first) for tile in tiles], content
 
-    def _apply(self, hop: Hop, tiles: Sequence[CodedTile], wanted: Manifest | None) -> None:
+    def _apply(self, hop: Hop, tiles: Sequence[FetchedTile], wanted: Manifest | None) -> None:
         shadow = self._shadow
         edge = (hop.way.base, hop.version)
         if shadow is None or shadow.version != hop.way.base:

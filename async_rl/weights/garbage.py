@@ -14,17 +14,17 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from async_rl.store.base import ObjectInfo
+from async_rl.weights.lineage import NOTHING
 
 __all__ = [
-    "NOTHING",
     "PACKS",
     "Announced",
     "Doomed",
     "Facts",
-    "Found",
     "Kept",
     "Plan",
     "Reachable",
+    "StoredTombstone",
     "Tombstone",
     "fold",
     "pack_group",
@@ -32,7 +32,6 @@ __all__ = [
 ]
 
 PACKS = "packs/"
-NOTHING = -1
 
 Cost = tuple[int, int, int]
 """Of a path: bytes, ways that were given up already, ways."""
@@ -52,7 +51,7 @@ class Tombstone(Struct, frozen=True):
     created: float = 0.0  # seconds since the epoch, by the writer's clock: for people
 
 
-class Found(Struct, frozen=True):
+class StoredTombstone(Struct, frozen=True):
     """A tombstone as it stands in the store."""
 
     tombstone: Tombstone
@@ -60,7 +59,7 @@ class Found(Struct, frozen=True):
 
 
 class Reachable(Struct, frozen=True):
-    """A way to a version, with what decides over it."""
+    """A way to a version that stands in the store, with what decides whether it is kept."""
 
     base: int
     version: int
@@ -76,24 +75,30 @@ class Reachable(Struct, frozen=True):
 
 
 class Facts(Struct, frozen=True):
+    """Everything in the store that the plan depends on."""
+
     now: float  # by the store's clock
     newest: int  # version that counts; -1: none
     ways: tuple[Reachable, ...]
     packs: Mapping[str, ObjectInfo]
     readers: tuple[tuple[int, ...], ...] = ()  # versions that each live reader names
     checkpoints: tuple[int, ...] = ()  # versions that checkpoints name
-    tombstones: tuple[Found, ...] = ()
+    tombstones: tuple[StoredTombstone, ...] = ()
     next_tombstone: int = 0  # number
     unreadable: frozenset[int] = frozenset()  # versions with a record that can't be read
 
 
 class Doomed(Struct, frozen=True):
+    """A pack that is deleted, now or later, and why."""
+
     key: str
     size: int  # bytes
     reason: str
 
 
 class Kept(Struct, frozen=True):
+    """A way, and why it is kept (in Plan.drop: why it is not)."""
+
     way: Reachable
     reason: str
 
@@ -138,7 +143,7 @@ class Announced(NamedTuple):
     ways: frozenset[str]
 
 
-def fold(tombstones: Iterable[Found]) -> Announced:
+def fold(tombstones: Iterable[StoredTombstone]) -> Announced:
     keys: dict[str, float] = {}
     edges: set[tuple[int, int]] = set()
     versions: set[int] = set()
@@ -216,9 +221,9 @@ class _Planner:
         ]
         blocked = False
         for version, reason in targets:
-            path = path_to(version, lean)
+            path = _from_nothing(version, lean)
             if path is None:
-                path = path_to(version, everything)
+                path = _from_nothing(version, everything)
             if path is not None:
                 self._keep(path, reason)
             elif version in newest:
@@ -243,15 +248,15 @@ class _Planner:
         bases = sorted(onward)
         for target, held_ones in sorted(holders.items()):
             between = bases[bisect_left(bases, min(held_ones)) : bisect_left(bases, target)]
-            cost, step = self._cheapest_to(target, onward, between)
+            cost, first = self._cheapest_to(target, onward, between)
             limit = self._from_nothing[target][0] if target in self._from_nothing else None
             for held in sorted(held_ones):
                 if held not in cost or (limit is not None and cost[held][0] > limit):
                     continue
                 at = held
                 while at != target:
-                    self._keep([step[at]], f"a reader's way from version {held}")
-                    at = step[at].version
+                    self._keep([first[at]], f"a reader's way from version {held}")
+                    at = first[at].version
 
     def _cheapest_to(
         self, target: int, onward: Mapping[int, list[Reachable]], between: Sequence[int]
@@ -259,7 +264,7 @@ class _Planner:
         """From each of the versions `between` (ascending, below `target`): what the cheapest path to `target` costs,
         and its first way."""
         cost: dict[int, Cost] = {target: (0, 0, 0)}
-        step: dict[int, Reachable] = {}
+        first: dict[int, Reachable] = {}
         for base in reversed(between):
             choices = [
                 (self._along(cost[way.version], way), way.version, way)
@@ -267,8 +272,8 @@ class _Planner:
                 if way.version in cost
             ]
             if choices:
-                cost[base], _, step[base] = min(choices, key=lambda choice: choice[:2])
-        return cost, step
+                cost[base], _, first[base] = min(choices, key=lambda choice: choice[:2])
+        return cost, first
 
     def _sorted_out(self, blocked: bool) -> Plan:
         facts, announced = self._facts, self._announced
@@ -373,7 +378,7 @@ class _Planner:
         return self._groups.get(group, 0.0) > self._young
 
 
-def path_to(version: int, best: Mapping[int, tuple[int, Reachable]]) -> tuple[Reachable, ...] | None:
+def _from_nothing(version: int, best: Mapping[int, tuple[int, Reachable]]) -> tuple[Reachable, ...] | None:
     """The ways to `version` from nothing; None where it can't be reached."""
     path = []
     while version != NOTHING:

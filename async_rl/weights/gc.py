@@ -30,18 +30,25 @@ from async_rl.log import get_logger
 from async_rl.store.base import ObjectInfo, ObjectStore
 from async_rl.weights.config import WeightsConfig
 from async_rl.weights.garbage import (
-    NOTHING,
     PACKS,
     Facts,
-    Found,
     Plan,
     Reachable,
+    StoredTombstone,
     Tombstone,
     fold,
     pack_group,
     plan,
 )
-from async_rl.weights.lineage import VERSIONS, Manifest, Way, admissible, read_claims, read_manifest
+from async_rl.weights.lineage import (
+    NOTHING,
+    VERSIONS,
+    Manifest,
+    Way,
+    admissible,
+    read_claims,
+    read_manifest,
+)
 from async_rl.weights.parallel import Report, side_by_side
 from async_rl.weights.readers import live_readers, store_now
 from async_rl.weights.ways import Edge, list_edges, read_way
@@ -172,7 +179,9 @@ def look(store: ObjectStore, report: Report | None = None) -> Facts:
     )
 
 
-def dead_edges(store: ObjectStore, known: dict[int, Found] | None = None) -> frozenset[tuple[int, int]]:
+def dead_edges(
+    store: ObjectStore, known: dict[int, StoredTombstone] | None = None
+) -> frozenset[tuple[int, int]]:
     """Edges (base, version) whose packs are gone or will be soon: no path should be planned over them.
 
     Who asks often gives a dict of its own as `known`: tombstones never change, so each is read once.
@@ -185,16 +194,16 @@ def dead_edges(store: ObjectStore, known: dict[int, Found] | None = None) -> fro
     return fold(known.values()).edges
 
 
-def read_tombstones(store: ObjectStore) -> tuple[Found, ...]:
+def read_tombstones(store: ObjectStore) -> tuple[StoredTombstone, ...]:
     """By number. One that can't be read is left out: then its packs stay, which does no harm."""
     return _read_tombstones(store, _numbered_infos(store.list_after(GC), GC))
 
 
-def _read_tombstones(store: ObjectStore, infos: Mapping[int, ObjectInfo]) -> tuple[Found, ...]:
-    def read(info: ObjectInfo) -> Found | None:
+def _read_tombstones(store: ObjectStore, infos: Mapping[int, ObjectInfo]) -> tuple[StoredTombstone, ...]:
+    def read(info: ObjectInfo) -> StoredTombstone | None:
         try:
-            return Found(msgspec.json.decode(store.get(info.key), type=Tombstone), info.modified)
-        except (NotFound, msgspec.DecodeError) as error:
+            return StoredTombstone(msgspec.json.decode(store.get(info.key), type=Tombstone), info.modified)
+        except (NotFound, msgspec.DecodeError, RecursionError) as error:
             log.warning("a tombstone can't be read", key=info.key, reason=str(error))
             return None
 
@@ -226,7 +235,7 @@ def _checkpoint_versions(store: ObjectStore) -> tuple[int, ...]:
             commit = msgspec.json.decode(store.get(info.key), type=_CheckpointCommit)
         except NotFound:  # pruned meanwhile
             continue
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise Corrupt(
                 f"{info.key} in {store.url} is not a checkpoint's commit: {error}",
                 hint="no garbage is collected while it isn't known which version a checkpoint needs: restore the "

@@ -31,6 +31,7 @@ from async_rl.weights.codec import (
     encode_tile,
     tile_steps,
 )
+from async_rl.weights.codec.digest import MASK
 from async_rl.weights.config import WeightsConfig
 from async_rl.weights.deltas import Tile, check_tiles, read_table, tile_hash
 from async_rl.weights.fetch import Fetcher, holds
@@ -52,7 +53,6 @@ __all__ = [
 Steps = tuple[np.ndarray, np.ndarray]
 """Positions in a span, uint32 [k], ascending, and steps, int16 [k]."""
 
-_MASK = (1 << 64) - 1
 _NO_STEPS: Steps = (np.zeros(0, np.uint32), np.zeros(0, np.int16))
 
 
@@ -74,7 +74,7 @@ class Layer(NamedTuple):
     @property
     def moved(self) -> int:
         """What the delta adds to the digest, as its tables say."""
-        return sum(piece.tile.moved for pieces in self.pieces.values() for piece in pieces) & _MASK
+        return sum(piece.tile.moved for pieces in self.pieces.values() for piece in pieces) & MASK
 
 
 class Span(NamedTuple):
@@ -87,7 +87,7 @@ class Span(NamedTuple):
 
     @property
     def moved(self) -> int:
-        return sum(piece.tile.moved for pieces in self.layers for piece in pieces) & _MASK
+        return sum(piece.tile.moved for pieces in self.layers for piece in pieces) & MASK
 
 
 def open_layers(

@@ -24,10 +24,13 @@ from async_rl.errors import Corrupt
 
 __all__ = [
     "DTYPES",
+    "ITEM_BYTES",
     "PackPlan",
     "TensorSpec",
     "Transfer",
     "assign_owners",
+    "framed",
+    "header",
     "plan_packs",
     "read_header",
     "schedule",
@@ -127,14 +130,18 @@ def schedule(plans: Sequence[PackPlan], owners: Sequence[int], ranks: int) -> It
 
 def header(tensors: Sequence[TensorSpec], dtype: str) -> bytes:
     """Everything before the tensors' bytes."""
-    entries: dict[str, object] = {
-        "__metadata__": {"format": "pt"}
-    }  # without it, transformers refuses the file
+    # Without this entry, transformers refuses the file.
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for tensor in tensors:
         span = [offset, offset + tensor.nbytes]
         entries[tensor.name] = {"dtype": DTYPES[dtype], "shape": list(tensor.shape), "data_offsets": span}
         offset += tensor.nbytes
+    return framed(entries)
+
+
+def framed(entries: Mapping[str, object]) -> bytes:
+    """A safetensors header: its length, and the JSON of `entries`, padded to 8 bytes."""
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
@@ -161,7 +168,7 @@ def read_header(path: Path, dtype: str) -> Mapping[str, TensorSpec]:
         raw = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
         raw.pop("__metadata__", None)
         entries = {name: msgspec.json.decode(entry, type=_Entry) for name, entry in raw.items()}
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise Corrupt(f"{path} has a broken safetensors header: {error}") from error
     tensors = {}
     end = 0

@@ -32,7 +32,7 @@ from numba import njit
 
 from async_rl.weights.codec.elements import find
 
-__all__ = ["PEERS", "Peer", "changed_positions"]
+__all__ = ["PEERS", "Changes", "Peer", "changed_positions"]
 
 CLASSES = 256
 """Exponents of the base weight: bits 7 … 14, as bfloat16 has them."""
@@ -42,15 +42,14 @@ _FRAME_BYTES = 4 << 10
 next class joins it."""
 
 Changes = Sequence[tuple[np.ndarray, np.ndarray]]
-"""base, new of the payload's tensors."""
+"""(base, new) of each of the payload's tensors: uint16 [n], the bits."""
 
 
 class Peer(NamedTuple):
     name: str
     encode: Callable[[Changes], bytes]
-    apply: Callable[
-        [bytes, Sequence[np.ndarray]], None
-    ]  # coded; the tensors' base values, changed in place
+    apply: Callable[[bytes, Sequence[np.ndarray]], None]
+    """Given what was coded, and the tensors' base values, which it changes in place."""
     entries: int = 0  # tensors that it writes into a safetensors header for one of the model's
 
 

@@ -20,6 +20,7 @@ from async_rl.errors import Corrupt, NotFound, WeightsError
 from async_rl.log import get_logger
 from async_rl.store.base import ObjectStore
 from async_rl.weights.lineage import (
+    NOTHING,
     Manifest,
     Way,
     first_version,
@@ -33,9 +34,6 @@ from async_rl.weights.ways import Edge, list_edges, read_way
 __all__ = ["NOTHING", "Hop", "Path", "find_path"]
 
 log = get_logger(__name__)
-
-NOTHING = -1
-"""The node of a reader that holds no version."""
 
 _READERS = 8
 """Manifests read side by side."""
@@ -76,14 +74,14 @@ class Path(Struct, frozen=True):
         return f"from {start}: {', '.join(parts)}; {self.nbytes / 1e6:.4g} MB in {hops}"
 
 
-class _Step(Struct, frozen=True):
-    """An edge in the search."""
+class _Candidate(Struct, frozen=True):
+    """An edge that the search may take."""
 
     base: int
     version: int
     nbytes: int
     further: Edge | None = None  # None: the version's own way
-    guessed: bool = False
+    guessed: bool = False  # its manifest was not read: base and bytes may be others
 
 
 def find_path(
@@ -110,7 +108,7 @@ def find_path(
         return Path(held, (Hop(manifest.version, manifest.way, version_key(manifest.version)),))
     search = _Search(store, manifest, avoid, context_free, {} if known is None else known)
     while True:
-        path = cheapest(search.steps(held), manifest.version, held)
+        path = cheapest(search.candidates(held), manifest.version, held)
         if path is None and search.read_down(held):
             continue
         if path is None:
@@ -127,13 +125,13 @@ def find_path(
             return Path(start, hops)
 
 
-def cheapest(steps: Iterable[_Step], target: int, held: int) -> list[_Step] | None:
+def cheapest(candidates: Iterable[_Candidate], target: int, held: int) -> list[_Candidate] | None:
     """Dijkstra's search, backwards from `target` until `held` or nothing is reached. Of equal cost: fewer hops."""
-    into: dict[int, list[_Step]] = {}
-    for step in steps:
-        into.setdefault(step.version, []).append(step)
+    into: dict[int, list[_Candidate]] = {}
+    for each in candidates:
+        into.setdefault(each.version, []).append(each)
     order = itertools.count()
-    queue: list[tuple[int, int, int, int, list[_Step]]] = [(0, 0, next(order), target, [])]
+    queue: list[tuple[int, int, int, int, list[_Candidate]]] = [(0, 0, next(order), target, [])]
     done: set[int] = set()
     while queue:
         cost, hops, _, version, path = heapq.heappop(queue)
@@ -142,8 +140,8 @@ def cheapest(steps: Iterable[_Step], target: int, held: int) -> list[_Step] | No
         done.add(version)
         if version in (held, NOTHING):
             return path
-        for step in into.get(version, ()):
-            heapq.heappush(queue, (cost + step.nbytes, hops + 1, next(order), step.base, [step, *path]))
+        for each in into.get(version, ()):
+            heapq.heappush(queue, (cost + each.nbytes, hops + 1, next(order), each.base, [each, *path]))
     return None
 
 
@@ -168,22 +166,22 @@ class _Search:
             # The oldest version is a full one, wherever nothing was lost.
             self._read([number for number in [first_version(store)] if number is not None])
 
-    def steps(self, held: int) -> list[_Step]:
-        found = [_Step(edge.base, edge.version, edge.nbytes, edge) for edge in self._edges]
+    def candidates(self, held: int) -> list[_Candidate]:
+        found = [_Candidate(edge.base, edge.version, edge.nbytes, edge) for edge in self._edges]
         guess = self._guess()
         listed = self._listed(held)
         for before, version in zip([NOTHING, *listed], listed, strict=False):
             if version in self._own:
                 way = self._own[version]
                 if way is not None:
-                    found.append(_Step(way.base, version, way.total_bytes))
+                    found.append(_Candidate(way.base, version, way.total_bytes))
             elif before != NOTHING:
-                found.append(_Step(before, version, guess, guessed=True))
-        return [step for step in found if (step.base, step.version) not in self._avoid]
+                found.append(_Candidate(before, version, guess, guessed=True))
+        return [each for each in found if (each.base, each.version) not in self._avoid]
 
-    def hops(self, path: list[_Step]) -> tuple[Hop, ...] | None:
+    def hops(self, path: list[_Candidate]) -> tuple[Hop, ...] | None:
         """The path's ways, or None where reading them has changed what is known: search again."""
-        guessed = [(step.base, step.version) for step in reversed(path) if step.guessed]
+        guessed = [(each.base, each.version) for each in reversed(path) if each.guessed]
         for start in range(0, len(guessed), _BATCH):
             batch = guessed[start : start + _BATCH]
             self._read(version for _, version in batch)
@@ -191,22 +189,22 @@ class _Search:
                 break  # a full version, or another branch: what is older may not be needed
         if guessed:
             return None
-        further = [step.further for step in path if step.further and step.further.key not in self._further]
+        further = [each.further for each in path if each.further and each.further.key not in self._further]
         for edge, way in zip(further, side_by_side(self._way_of, further, _READERS), strict=True):
             if way is None:
                 self._edges.discard(edge)
             else:
                 self._further[edge.key] = way
         hops = []
-        for step in path:
-            if step.further is None:
-                way = self._own[step.version]
-                key = version_key(step.version)
+        for each in path:
+            if each.further is None:
+                way = self._own[each.version]
+                key = version_key(each.version)
             else:
-                way, key = self._further.get(step.further.key), step.further.key
+                way, key = self._further.get(each.further.key), each.further.key
             if way is None:
                 return None
-            hops.append(Hop(step.version, way, key))
+            hops.append(Hop(each.version, way, key))
         return tuple(hops)
 
     def read_down(self, held: int) -> bool:

@@ -55,13 +55,11 @@ __all__ = ["Publisher"]
 
 log = get_logger(__name__)
 
-_PAUSE_S = (
-    0.5,
-    15.0,
-)  # between attempts, doubled each time; the store has already retried inside each of them
-_LAST_ATTEMPT_S = (
-    90.0  # an attempt begun just before the limit has the store's own retry limit (60 s) still before it
-)
+_PAUSE_S = (0.5, 15.0)
+"""Between attempts: the first, doubled each time, and the longest. The store has already retried inside each."""
+
+_LAST_ATTEMPT_S = 90.0
+"""An attempt begun just before the limit has the store's own retry limit (60 s) still before it."""
 
 _FRESH_S = 2.0
 """Rank 0 looks for a newer trainer while packs are uploaded, which saves a round trip; after a longer upload it looks

@@ -58,9 +58,8 @@ class Row(Struct, frozen=True):
     changed: int | None  # weights that its own way changes; None: full
     changed_part: float | None  # of all weights
     bytes_per_changed: float | None
-    bases: tuple[
-        int, ...
-    ]  # where its own way begins (-1: nothing) unless that is gone, then where the further ones do
+    bases: tuple[int, ...]
+    """Where its own way begins (-1: nothing) unless that is gone, then where the further ones do."""
     gone: bool  # its own way was given up as garbage
     ignored: bool  # a replaced trainer wrote it
     digest: str

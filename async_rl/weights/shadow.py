@@ -23,6 +23,7 @@ from msgspec import Struct
 
 from async_rl.errors import Corrupt
 from async_rl.weights.codec import TILE, apply_tile, digest_of
+from async_rl.weights.codec.digest import MASK
 from async_rl.weights.deltas import Tile, tile_hash
 from async_rl.weights.files import write_whole
 from async_rl.weights.packs import read_header
@@ -32,12 +33,13 @@ from async_rl.weights.run import RunInfo
 __all__ = [
     "HELD",
     "THREADS",
-    "CodedTile",
+    "FetchedTile",
     "Held",
     "Mapped",
     "Ranges",
     "Shadow",
     "check_contents",
+    "full_ranges",
     "read_held",
     "shard_names",
     "shards_in",
@@ -48,9 +50,6 @@ HELD = ".async-rl.json"
 
 THREADS = max(2, min(8, len(os.sched_getaffinity(0))))
 """Of decoding and hashing. The kernels release the GIL; more than 8 are waiting for memory."""
-
-MASK = (1 << 64) - 1
-"""Digests are sums modulo 2^64."""
 
 Ranges = tuple[tuple[int, int], ...]
 """Per tensor of the run, in its order: first and last + 1 of the elements that are held."""
@@ -67,8 +66,8 @@ class Held(Struct, frozen=True):
     needs: dict[str, tuple[int, int]] | None = None  # elements held of each tensor; None: all
 
 
-class CodedTile(NamedTuple):
-    """A tile and where its bytes are."""
+class FetchedTile(NamedTuple):
+    """A tile, and its coded bytes on this machine."""
 
     tile: Tile
     data: memoryview
@@ -153,13 +152,13 @@ class Shadow:
         )
         write_whole(self.folder / HELD, msgspec.json.encode(held))
 
-    def apply(self, tiles: Sequence[CodedTile]) -> int:
+    def apply(self, tiles: Sequence[FetchedTile]) -> int:
         """Change the elements; what that adds to the digest. Between `begin` and `settle`.
 
         Raises Corrupt where a tile does not do what its table says; the files are then of no use.
         """
 
-        def one(coded: CodedTile) -> int:
+        def one(coded: FetchedTile) -> int:
             tile = coded.tile
             what = f"{coded.pack}: the tile at {tile.start} of {self.mapped.run.tensors[tile.tensor].name}"
             if tile_hash(coded.data) != tile.hash:
@@ -178,7 +177,7 @@ class Shadow:
                 )
             return tile.moved
 
-        return sum(side_by_side(one, tiles, THREADS)) & MASK
+        return sum(side_by_side(one, tiles, THREADS, to_the_end=True)) & MASK
 
 
 def full_ranges(run: RunInfo) -> Ranges:
@@ -217,7 +216,7 @@ def read_held(folder: Path) -> Held | None:
     """None where there is none, or none that can be read."""
     try:
         return msgspec.json.decode((folder / HELD).read_bytes(), type=Held)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, msgspec.DecodeError, RecursionError):
         return None
 
 

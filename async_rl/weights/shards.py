@@ -197,13 +197,15 @@ def _select(run: RunInfo, parameters: Mapping[str, torch.Tensor]) -> dict[str, t
     missing = [spec.name for spec in run.tensors if spec.name not in parameters]
     if missing:
         raise ModelMismatch(
-            f"the trainer has no parameter {missing[0]!r} ({len(missing)} of the run are missing)"
+            f"the trainer has no parameter {missing[0]!r} ({len(missing)} of the run are missing)",
+            hint="give the publisher the parameters that ensure_run was given, under their Hugging Face names",
         )
     chosen = {spec.name: parameters[spec.name] for spec in run.tensors}
     for spec in run.tensors:
         if tuple(chosen[spec.name].shape) != spec.shape:
             raise ModelMismatch(
-                f"parameter {spec.name} has shape {tuple(chosen[spec.name].shape)}, in the run {spec.shape}"
+                f"parameter {spec.name} has shape {tuple(chosen[spec.name].shape)}, in the run {spec.shape}",
+                hint="start from the run's own model, or give this one a run URL of its own",
             )
     addresses = {_local(tensor).data_ptr() for tensor in chosen.values()}
     for name in parameters.keys() - chosen.keys():

@@ -15,7 +15,8 @@ from async_rl.errors import ConfigError, Corrupt
 __all__ = ["StateFiles", "Stored", "rounded"]
 
 _HEADER_BYTES_MAX = 100 << 20  # the limit of the safetensors library itself
-_PART = 1 << 22
+_PART = 1 << 22  # elements rounded at once: bounds the memory
+_ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4}  # those whose size is checked against their shape
 
 
 class _Entry(Struct, frozen=True):
@@ -55,6 +56,7 @@ class StateFiles:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def raw(self, name: str) -> memoryview:
+        """A tensor's bytes as they stand in the file, not copied."""
         stored = self.tensors[name]
         return self._maps[stored.file][stored.offset : stored.offset + stored.nbytes]
 
@@ -86,7 +88,7 @@ class StateFiles:
             raw = msgspec.json.decode(mapped[8:start], type=dict[str, msgspec.Raw])
             raw.pop("__metadata__", None)
             entries = {name: msgspec.json.decode(entry, type=_Entry) for name, entry in raw.items()}
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise Corrupt(f"{file} has a broken safetensors header: {error}") from error
         for name, entry in entries.items():
             begin, end = entry.data_offsets
@@ -108,9 +110,6 @@ class StateFiles:
                 raise Corrupt(f"{file}: tensor {name} of shape {entry.shape} has {where.nbytes} bytes")
             self.tensors[name] = where
         self._maps.append(mapped)
-
-
-_ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
 
 
 def rounded(float32: np.ndarray) -> np.ndarray:

@@ -99,9 +99,8 @@ class Subscriber:
         if not numbers:
             return None
         with ThreadPoolExecutor(1, thread_name_prefix="newest") as pool:
-            likely = pool.submit(
-                read_manifest, self.store, numbers[-1]
-            )  # beside the claims: a round trip less
+            # Beside the claims: a round trip less.
+            likely = pool.submit(read_manifest, self.store, numbers[-1])
             self._claims += read_claims(self.store, self._claims[-1].incarnation if self._claims else -1)
             for number in reversed(numbers):
                 manifest = likely.result() if number == numbers[-1] else read_manifest(self.store, number)

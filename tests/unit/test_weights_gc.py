@@ -11,7 +11,16 @@ from async_rl.errors import AlreadyExists, Corrupt, NotFound
 from async_rl.store.base import ObjectInfo
 from async_rl.weights import gc, lineage
 from async_rl.weights.config import WeightsConfig
-from async_rl.weights.garbage import Facts, Found, Plan, Reachable, Tombstone, fold, pack_group, plan
+from async_rl.weights.garbage import (
+    Facts,
+    Plan,
+    Reachable,
+    StoredTombstone,
+    Tombstone,
+    fold,
+    pack_group,
+    plan,
+)
 from async_rl.weights.gc import collect, dead_edges
 from async_rl.weights.plan import find_path
 from async_rl.weights.readers import ReaderBeat, drop_beat, write_beat
@@ -188,14 +197,14 @@ def test_packs_of_an_unreadable_record_stay():
     assert not plan(msgspec.structs.replace(known, packs=infos), keep_versions=2, grace_s=10).doomed
 
 
-def announced(*versions: int, modified: float = 900.0) -> Found:
+def announced(*versions: int, modified: float = 900.0) -> StoredTombstone:
     tombstone = Tombstone(
         0,
         keys=tuple(f"packs/{n:010}-00000000-0-0" for n in versions),
         edges=tuple((n - 1, n) for n in versions),
         versions=versions,
     )
-    return Found(tombstone, modified)
+    return StoredTombstone(tombstone, modified)
 
 
 def test_what_was_announced_is_swept_after_the_grace_and_not_before():
@@ -214,7 +223,7 @@ def test_a_reader_that_came_alive_rescues_its_way():
     planned = plan(known, keep_versions=2, grace_s=10)
     assert {each.way.edge for each in planned.rescued} >= {(5, 6), (6, 7), (7, 8)}
     assert "packs/0000000007-00000000-0-0" not in {each.key for each in planned.sweep}
-    after = fold([*known.tombstones, Found(planned.tombstone(1, 0.0), 1000.0)])
+    after = fold([*known.tombstones, StoredTombstone(planned.tombstone(1, 0.0), 1000.0)])
     assert (6, 7) not in after.edges
     assert "packs/0000000007-00000000-0-0" not in after.keys
 
