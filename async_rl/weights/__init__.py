@@ -1,6 +1,7 @@
 """Policy versions in the object store: what a run is, who may write a version, how one travels. docs/weights.md has
 the format.
 
+config.py      [weights] of a run file
 run.py         run.json and the model's files, created once
 lineage.py     claims, manifests, and the rules that make one trainer the writer
 codec/         the change of a tile as bytes
@@ -19,7 +20,8 @@ objects
 packs.py       full packs: how a state is cut into safetensors objects, and which rank writes which
 deltas.py      delta packs: tiles and their table
 ways.py        further ways to a version: skip deltas, anchors
-compactor.py   writes skip deltas; layers.py and replay.py read deltas for it and for the commands
+compactor.py   writes skip deltas
+layers.py      deltas laid over one another; replay.py a version's state beside no worker: for it and for the commands
 garbage.py     what nobody needs any more (pure); gc.py announces and removes it
 
 the reader (no torch)
@@ -29,7 +31,10 @@ follower.py    from what is here to the version that is wanted
 fetch.py       parallel ranged gets, verified
 shadow.py      one version's state as files, changed in place
 readers.py     which versions a worker still needs
-files.py       local files that are there whole or not at all
 
-report.py, difference.py, check.py, estimate.py, peers.py, entropy.py: for the commands
+everybody
+files.py       local files that are there whole or not at all
+parallel.py    one function over many items, in threads
+
+report.py, difference.py, check.py, estimate.py, peers.py, entropy.py, statefiles.py: for the commands
 """
