@@ -27,7 +27,7 @@ from async_rl.weights.codec.digest import MASK
 from async_rl.weights.lineage import Pack, TableRef
 from async_rl.weights.packs import TensorSpec, framed
 
-__all__ = ["DeltaPackWriter", "Tile", "check_tiles", "read_table", "tile_hash"]
+__all__ = ["DeltaPackWriter", "Tile", "check_tiles", "pack_tiles", "read_table", "table_of", "tile_hash"]
 
 HASH_BYTES = 8
 
@@ -118,6 +118,32 @@ class DeltaPackWriter:
                 column = values.view(np.uint8).reshape(rows, -1)
             raw.append(column.T.tobytes())
         return zstandard.ZstdCompressor(level=3).compress(b"".join(raw))
+
+
+def table_of(pack: Pack, what: str) -> TableRef:
+    """Where a delta pack's table stands: at its end. Raises Corrupt, naming `what`."""
+    ref = pack.table
+    if ref is None or ref.start + ref.size != pack.size:
+        raise Corrupt(f"{what} should end with a table of tiles")
+    return ref
+
+
+def pack_tiles(pack: Pack, table: bytes, tensors: Sequence[TensorSpec], what: str) -> list[Tile]:
+    """A delta pack's tiles, from the bytes of its table, which must have their hash; the tiles must fit the run's
+    `tensors`, the pack and one another. Raises Corrupt, naming `what`."""
+    ref = table_of(pack, what)
+    if hashlib.sha256(table).hexdigest() != ref.sha256:
+        raise Corrupt(f"{what}: its table differs from its hash")
+    try:
+        tiles = read_table(table, 0)
+    except Corrupt as error:
+        raise Corrupt(f"{what}: {error.message}") from error
+    first = ref.start - sum(tile.size for tile in tiles)  # they end where the table begins
+    if first < 0:
+        raise Corrupt(f"{what} describes more bytes than it has")
+    tiles = [tile._replace(offset=tile.offset + first) for tile in tiles]
+    check_tiles(tiles, tensors, ref.start, what)
+    return tiles
 
 
 def read_table(data: bytes, first: int) -> list[Tile]:

@@ -30,7 +30,7 @@ from async_rl.errors import (
 from async_rl.log import get_logger
 from async_rl.store.base import BLOCK_BYTES, ObjectStore
 from async_rl.weights.config import WeightsConfig
-from async_rl.weights.deltas import Tile, check_tiles, read_table, tile_hash
+from async_rl.weights.deltas import Tile, pack_tiles, table_of, tile_hash
 from async_rl.weights.files import part_file, sha256_of, write_at
 from async_rl.weights.lineage import Pack
 from async_rl.weights.packs import TensorSpec
@@ -174,7 +174,7 @@ class Fetcher:
         self,
         pack: Pack,
         path: Path,
-        table: Sequence[TensorSpec],
+        tensors: Sequence[TensorSpec],
         needed: Callable[[Tile], bool],
         report: Report,
     ) -> None:
@@ -182,21 +182,19 @@ class Fetcher:
 
         The table is verified by the manifest's hash, the tiles by the table's. Raises BadPack, StoreErrors, OSError.
         """
-        ref = pack.table
-        if ref is None or ref.start + ref.size != pack.size:
-            raise BadPack(pack.key, f"{pack.key} in {self._store.url} should end with a table of tiles")
-        data = self._checked(
-            pack,
-            ref.start,
-            ref.size,
-            lambda got: hashlib.sha256(got).hexdigest() == ref.sha256,
-            "its table",
-        )
+        what = f"{pack.key} in {self._store.url}"
         try:
-            rows = read_table(data, 0)
-            first = ref.start - sum(tile.size for tile in rows)
-            rows = [tile._replace(offset=tile.offset + first) for tile in rows]
-            check_tiles(rows, table, ref.start, f"{pack.key} in {self._store.url}")
+            ref = table_of(pack, what)
+            data = self._checked(
+                pack,
+                ref.start,
+                ref.size,
+                lambda got: hashlib.sha256(got).hexdigest() == ref.sha256,
+                "its table",
+            )
+            rows = pack_tiles(pack, data, tensors, what)
+        except BadPack:
+            raise
         except Corrupt as error:
             raise BadPack(pack.key, error.message, hint=error.hint) from error
         with part_file(path) as part:

@@ -18,7 +18,6 @@ another shadow beside it while a full state is fetched (where there is no room f
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import mmap
 import re
@@ -33,7 +32,7 @@ from async_rl.log import get_logger
 from async_rl.store.base import ObjectStore
 from async_rl.weights.codec.digest import MASK
 from async_rl.weights.config import WeightsConfig
-from async_rl.weights.deltas import Tile, check_tiles, read_table
+from async_rl.weights.deltas import Tile, pack_tiles, table_of
 from async_rl.weights.fetch import BadPack, Fetcher, holds
 from async_rl.weights.files import FolderLock, disk_errors, write_at
 from async_rl.weights.gc import dead_edges
@@ -380,8 +379,9 @@ class Follower:
         try:
             for pack in hop.way.packs:
                 what = f"{pack.key} in {self._store.url}"
-                tiles, data = self._read_pack(pack, what)
-                check_tiles(tiles, self._run.tensors, pack.table.start if pack.table else 0, what)
+                data = _mapped_bytes(self._file_of(pack))
+                table = bytes(data[table_of(pack, what).start :])
+                tiles = pack_tiles(pack, table, self._run.tensors, what)
                 changed += sum(tile.changed for tile in tiles)
                 found += [
                     FetchedTile(tile, data[tile.offset : tile.offset + tile.size], pack.key)
@@ -401,20 +401,6 @@ class Follower:
         except Corrupt as error:
             raise _BadEdge(hop, error) from error
         return found
-
-    def _read_pack(self, pack: Pack, what: str) -> tuple[list[Tile], memoryview]:
-        content = _mapped_bytes(self._file_of(pack))
-        ref = pack.table
-        if ref is None or ref.start + ref.size != len(content):
-            raise Corrupt(f"{what} should end with a table of tiles")
-        table = bytes(content[ref.start :])
-        if hashlib.sha256(table).hexdigest() != ref.sha256:
-            raise Corrupt(f"{what}: its table differs from its hash")
-        tiles = read_table(table, 0)
-        first = ref.start - sum(tile.size for tile in tiles)
-        if first < 0:
-            raise Corrupt(f"{what} describes more bytes than it has")
-        return [tile._replace(offset=tile.offset + first) for tile in tiles], content
 
     def _apply(self, hop: Hop, tiles: Sequence[FetchedTile], wanted: Manifest | None) -> None:
         shadow = self._shadow

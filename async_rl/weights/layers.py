@@ -11,7 +11,6 @@ are matched by overlap, not by position. A tile never crosses a multiple of code
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import mmap
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +32,7 @@ from async_rl.weights.codec import (
 )
 from async_rl.weights.codec.digest import MASK
 from async_rl.weights.config import WeightsConfig
-from async_rl.weights.deltas import Tile, check_tiles, read_table, tile_hash
+from async_rl.weights.deltas import Tile, pack_tiles, table_of, tile_hash
 from async_rl.weights.fetch import Fetcher, holds
 from async_rl.weights.lineage import Pack, Way
 from async_rl.weights.run import RunInfo
@@ -46,7 +45,6 @@ __all__ = [
     "net_steps",
     "open_layer",
     "open_layers",
-    "pack_tiles",
     "recode",
 ]
 
@@ -130,7 +128,7 @@ def _mapped(store: ObjectStore, run: RunInfo, way: Way, folder: Path) -> Layer:
         with _path(folder, pack).open("rb") as file:
             data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         what = f"{pack.key} in {store.url}"
-        for tile in pack_tiles(data, pack, run, what):
+        for tile in pack_tiles(pack, bytes(data[table_of(pack, what).start :]), run.tensors, what):
             coded = data[tile.offset : tile.offset + tile.size]
             if tile_hash(coded) != tile.hash:
                 raise Corrupt(f"{what}: the tile at byte {tile.offset} differs from its hash in the table")
@@ -144,23 +142,6 @@ def _mapped(store: ObjectStore, run: RunInfo, way: Way, folder: Path) -> Layer:
     if not way.small and any(p.tile.mode == Mode.SMALL for each in layer.pieces.values() for p in each):
         raise Corrupt(f"{way.packs[0].key} in {store.url} has small tiles, which its record denies")
     return layer
-
-
-def pack_tiles(data: memoryview, pack: Pack, run: RunInfo, what: str) -> list[Tile]:
-    """The tiles of a whole pack, by its table, which is verified. Raises Corrupt naming `what`."""
-    ref = pack.table
-    if ref is None or ref.start + ref.size != len(data):
-        raise Corrupt(f"{what} should end with a table of tiles")
-    table = bytes(data[ref.start :])
-    if hashlib.sha256(table).hexdigest() != ref.sha256:
-        raise Corrupt(f"{what}: its table differs from its hash")
-    first = 8 + int.from_bytes(data[:8], "little")
-    try:
-        tiles = read_table(table, first)
-    except Corrupt as error:
-        raise Corrupt(f"{what}: {error.message}") from error
-    check_tiles(tiles, run.tensors, ref.start, what)
-    return tiles
 
 
 def _in_order(pieces: list[Piece], run: RunInfo, tensor: int, store: ObjectStore) -> list[Piece]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterable, Sequence
 
@@ -12,7 +11,7 @@ from async_rl.errors import Corrupt, NotFound, WeightsError
 from async_rl.store.base import ObjectStore
 from async_rl.weights import gc
 from async_rl.weights.codec import Mode
-from async_rl.weights.deltas import Tile, check_tiles, read_table
+from async_rl.weights.deltas import Tile, pack_tiles
 from async_rl.weights.garbage import PACKS, fold
 from async_rl.weights.lineage import (
     Manifest,
@@ -281,14 +280,11 @@ def _tiles(store: ObjectStore, run: RunInfo, pack: Pack) -> list[Tile]:
     if pack.table is None:
         return []
     data = store.get(pack.key, pack.table.start, pack.table.size)
-    if hashlib.sha256(data).hexdigest() != pack.table.sha256:
-        raise Corrupt(
-            f"{pack.key} in {store.url}: its table differs from its hash",
-            hint="the object is damaged: async-rl weights verify tells what depends on it",
-        )
-    tiles = read_table(data, 0)
-    check_tiles(tiles, run.tensors, sum(tile.size for tile in tiles), f"{pack.key} in {store.url}")
-    return tiles
+    try:
+        return pack_tiles(pack, data, run.tensors, f"{pack.key} in {store.url}")
+    except Corrupt as error:
+        hint = "the object is damaged: async-rl weights verify tells what depends on it"
+        raise Corrupt(error.message, hint=hint) from error
 
 
 def _modes(tables: Sequence[Sequence[Tile]]) -> Iterable[ModeBytes]:

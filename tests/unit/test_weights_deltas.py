@@ -10,11 +10,12 @@ import pytest
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from safetensors.numpy import load
 
 from async_rl.errors import Corrupt
 from async_rl.weights.codec import CodedTile, Mode
-from async_rl.weights.deltas import DeltaPackWriter, Tile, check_tiles, read_table, tile_hash
+from async_rl.weights.deltas import DeltaPackWriter, Tile, check_tiles, pack_tiles, read_table, tile_hash
 from async_rl.weights.packs import TensorSpec
 
 quick = settings(max_examples=60, deadline=None)
@@ -147,3 +148,27 @@ def test_tiles_side_by_side_in_any_order_are_accepted():
     tiles = [tile(1, 500), tile(0, 90, offset=5), tile(1, 490, offset=10), tile(0, 0, 90, offset=15)]
     check_tiles(tiles, TENSORS, 20, "a pack")
     check_tiles([], TENSORS, 0, "a pack")
+
+
+def test_a_packs_tiles_are_refused_where_its_table_is_not_what_the_manifest_says():
+    coded = CodedTile(Mode.STEPS, b"12345", 1, 2)
+    _, data, pack = pack_of([(0, 0, 10, coded), (1, 0, 10, coded)])
+    table = data[pack.table.start :]
+    found = pack_tiles(pack, table, TENSORS, "a pack")
+    assert [data[each.offset : each.offset + each.size] for each in found] == [b"12345", b"12345"]
+    for wrong, why in (
+        (replace(pack, table=None), "a pack should end with a table"),
+        (replace(pack, size=pack.size + 1), "a pack should end with a table"),
+        (
+            replace(pack, table=replace(pack.table, sha256="0" * 64)),
+            "a pack: its table differs from its hash",
+        ),
+        (
+            replace(pack, size=9 + len(table), table=replace(pack.table, start=9)),
+            "a pack describes more bytes than it has",
+        ),
+    ):
+        with pytest.raises(Corrupt, match=why):
+            pack_tiles(wrong, table, TENSORS, "a pack")
+    with pytest.raises(Corrupt, match="a pack has a tile at 0"):
+        pack_tiles(pack, table, [TensorSpec("norm", (100,)), TensorSpec("wide", (9,))], "a pack")
