@@ -28,7 +28,7 @@ from async_rl.weights.run import RunInfo
 
 __all__ = ["FlatState", "places_of"]
 
-Report = Callable[[int, int], None]
+Progress = Callable[[int, int], None]
 """Called with the bytes fetched so far and those to fetch."""
 
 Bytes = Callable[[int], None]
@@ -70,7 +70,7 @@ class FlatState:
         self,
         manifest: Manifest,
         avoid: frozenset[tuple[int, int]] = frozenset(),
-        report: Report | None = None,
+        report: Progress | None = None,
     ) -> Path:
         """Make it the state of `manifest`'s version, by the cheapest path, which is returned.
 

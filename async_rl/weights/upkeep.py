@@ -35,7 +35,8 @@ STOP_LIMIT_S = 10.0
 """A tile range takes less than a second, a request to a store that is away at most its retry limit; the thread is a
 daemon and can be left behind."""
 
-_LOOK_S = 60.0  # the thread wakes now and then even if nobody calls
+_LOOK_S = 60.0
+"""The thread wakes now and then even if nobody calls."""
 
 
 class Upkeep:
@@ -53,14 +54,12 @@ class Upkeep:
         self._store, self._config, self._on_done = store, config, on_done
         self._holding = ExitStack()
         self._scratch = self._holding.enter_context(temporary_folder())
-        self._compactor = Compactor(
-            store, run, config, self._scratch, stopping=lambda: self._stopping.is_set()
-        )
         self._stopping = threading.Event()
+        self._compactor = Compactor(store, run, config, self._scratch, stopping=self._stopping.is_set)
         self._wake = threading.Condition()
         self._newest: Manifest | None = None
         self._compacted: int | None = None  # the last version after which compaction was complete
-        self._collected: int | None = None
+        self._collected: int | None = None  # the last version after which garbage was collected
         self._thread = threading.Thread(target=self._loop, name="upkeep", daemon=True)
         self._thread.start()
 
