@@ -201,6 +201,11 @@ class S3Store:
             request["StartAfter"] = root + start
         while True:
             page = self._call(f"list {self.url}/{prefix}", lambda: self._client.list_objects_v2(**request))
+            if "IsTruncated" not in page:  # a proxy's page: it must not pass for an empty store
+                raise StoreError(
+                    f"can't list {self.url}/{prefix}: the answer is no listing",
+                    hint=f"is there an S3 server at {self._place.endpoint}, or a proxy that answers itself?",
+                )
             for item in page.get("Contents", ()):
                 yield ObjectInfo(item["Key"][len(root) :], item["Size"], item["LastModified"].timestamp())
             if not page.get("IsTruncated"):

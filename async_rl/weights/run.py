@@ -49,8 +49,8 @@ __all__ = [
 
 log = get_logger(__name__)
 
-FORMAT = 3
-"""Of run.json and everything it implies. A reader refuses a greater number."""
+FORMAT = 4
+"""Of run.json and everything it implies. Another number is refused: its packs would seem to be damaged."""
 
 RUN_KEY = "run.json"
 MODEL_PREFIX = "model/"
@@ -299,7 +299,7 @@ def _config_differences(data: bytes, config: Mapping[str, Any]) -> list[str]:
 
 
 def find_run(store: ObjectStore) -> RunInfo | None:
-    """None where no run has begun. Raises WeightsError for one of a newer format, Corrupt for a broken
+    """None where no run has begun. Raises WeightsError for one of another format, Corrupt for a broken
     run.json."""
     try:
         return _read_run(store)
@@ -346,10 +346,12 @@ def _read_run(store: ObjectStore) -> RunInfo:
     data = store.get(RUN_KEY)
     try:
         number = msgspec.json.decode(data, type=_Format).format
-        if number > FORMAT:
+        if number != FORMAT:
             raise WeightsError(
-                f"the run {store.url} is of format {number}, this async-rl reads up to {FORMAT}",
-                hint="upgrade async-rl on this machine to the trainer's version",
+                f"the run {store.url} is of format {number}, this async-rl reads format {FORMAT}",
+                hint="upgrade async-rl on this machine to the trainer's version"
+                if number > FORMAT
+                else "read it with the async-rl that its trainer had, or begin a new run at another URL",
             )
         run = msgspec.json.decode(data, type=RunInfo)
     except (msgspec.DecodeError, RecursionError) as error:

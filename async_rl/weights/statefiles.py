@@ -49,7 +49,13 @@ class StateFiles:
         self.tensors: dict[str, Stored] = {}
         self._maps: list[memoryview] = []
         for file in _files(path):
-            self._add(file)
+            try:
+                self._add(file)
+            except OSError as error:
+                raise ConfigError(
+                    f"can't read {file}: {error.strerror or error}",
+                    hint="a link to a file that was never downloaded, or one of somebody else's?",
+                ) from error
 
     @property
     def nbytes(self) -> int:

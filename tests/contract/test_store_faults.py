@@ -25,6 +25,18 @@ QUICK = StoreConfig(retry_limit_s=10, read_timeout_s=5, part_bytes=5 << 20)
 # Refusals: at once, with what to do.
 
 
+@pytest.mark.parametrize("body", [b"<html>please log in</html>", b""], ids=["html", "nothing"])
+def test_a_page_that_is_no_listing_does_not_pass_for_an_empty_store(
+    faulty_s3: FaultyS3, body: bytes
+) -> None:
+    store = open_store(faulty_s3.url, QUICK)
+    store.put("k", b"x")
+    faulty_s3.script(answer(body))
+    with pytest.raises(StoreError, match=r"the answer is no listing.*proxy"):
+        list(store.list_after(""))
+    assert [info.key for info in store.list_after("")] == ["k"]
+
+
 @pytest.mark.parametrize("server", ["moto_s3", "seaweed"])
 def test_a_missing_bucket_is_named_with_how_to_create_it(
     server: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch

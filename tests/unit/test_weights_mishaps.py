@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 from async_rl.cli.weights import command
-from async_rl.errors import Corrupt, WeightsError
+from async_rl.errors import ConfigError, Corrupt, WeightsError
 from async_rl.store.file import FileStore
 from async_rl.weights import check, lineage
 from async_rl.weights.check import verify, verify_all
@@ -78,6 +78,12 @@ def test_a_beat_or_tombstone_nested_without_end_is_left_out(tmp_path: Path, key:
 def test_a_checkpoint_nested_without_end_is_no_safetensors_file(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(len(NESTED).to_bytes(8, "little") + NESTED)
     with pytest.raises(Corrupt, match="broken safetensors header"):
+        StateFiles(tmp_path)
+
+
+def test_a_checkpoint_file_that_can_not_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").symlink_to(tmp_path / "blobs" / "never downloaded")
+    with pytest.raises(ConfigError, match=r"can't read .*model\.safetensors: No such file"):
         StateFiles(tmp_path)
 
 

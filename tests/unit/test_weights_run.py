@@ -194,9 +194,18 @@ def test_a_run_of_a_newer_format_asks_for_an_upgrade(model_dir: Path) -> None:
         open_run(store)
 
 
+def test_a_run_of_an_older_format_is_not_taken_for_a_damaged_one(model_dir: Path) -> None:
+    store = MemoryStore()
+    ensure_run(store, model_dir, shapes())
+    older = {**msgspec.json.decode(store.objects["run.json"]), "format": FORMAT - 1}
+    store.put("run.json", msgspec.json.encode(older))
+    with pytest.raises(WeightsError, match=f"of format {FORMAT - 1}, this async-rl reads format {FORMAT}"):
+        open_run(store)
+
+
 def test_a_broken_run_json_is_corrupt() -> None:
     store = MemoryStore()
-    store.put("run.json", b'{"format": 1, "run":')
+    store.put("run.json", f'{{"format": {FORMAT}, "run":'.encode())
     with pytest.raises(Corrupt, match=r"run\.json"):
         open_run(store)
 
