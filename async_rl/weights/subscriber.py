@@ -27,7 +27,7 @@ from async_rl.errors import Corrupt, WeightsError
 from async_rl.log import get_logger
 from async_rl.store.base import ObjectStore
 from async_rl.weights.config import WeightsConfig
-from async_rl.weights.files import write_whole
+from async_rl.weights.files import disk_errors, write_whole
 from async_rl.weights.follower import Follower, Progress
 from async_rl.weights.lineage import (
     Claim,
@@ -175,13 +175,18 @@ def pull(
     Raises WeightsError, Corrupt, StoreErrors.
     """
     run = open_run(store)
-    held = read_held(out_dir)
-    ours = held.run == run.run if held is not None else (out_dir / _INCOMING).is_dir()
-    if out_dir.exists() and not ours and (not out_dir.is_dir() or any(out_dir.iterdir())):
-        what = f"a copy of another run ({held.run})" if held is not None else "not an empty folder"
-        raise WeightsError(f"{out_dir} is {what}: nothing was written", hint="choose another folder")
+    _check_ours(out_dir, run)
     _make_copy(store, run, version, out_dir, config, progress, describe)
     return out_dir
+
+
+def _check_ours(folder: Path, run: RunInfo) -> None:
+    """Raises WeightsError unless it is absent, empty, or a copy of this run, whole or begun."""
+    held = read_held(folder)
+    ours = held.run == run.run if held is not None else (folder / _INCOMING).is_dir()
+    if folder.exists() and not ours and (not folder.is_dir() or any(folder.iterdir())):
+        what = f"a copy of another run ({held.run})" if held is not None else "not an empty folder"
+        raise WeightsError(f"{folder} is {what}: nothing was written", hint="choose another folder")
 
 
 def export(
@@ -197,16 +202,27 @@ def export(
     It appears when it is whole; an interrupted export leaves `<out_dir>.partial` and goes on from there.
     Raises WeightsError, Corrupt, StoreErrors.
     """
+    out_dir = out_dir.resolve()  # a link stays one
+    if out_dir == Path.cwd():
+        raise WeightsError(
+            f"{out_dir} would be replaced, and we stand in it: nothing was written",
+            hint="name a folder in it, or one beside it",
+        )
     if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
         raise WeightsError(
             f"{out_dir} is not an empty folder: nothing was written", hint="choose another folder"
         )
     partial = out_dir.with_name(out_dir.name + ".partial")
-    _make_copy(store, open_run(store), version, partial, config, progress, describe)
-    (partial / HELD).unlink()
-    if out_dir.exists():
-        out_dir.rmdir()
-    partial.rename(out_dir)
+    run = open_run(store)
+    _check_ours(partial, run)
+    _make_copy(store, run, version, partial, config, progress, describe)
+    with disk_errors(out_dir, 0):
+        if out_dir.exists():
+            out_dir.rmdir()
+        partial.rename(out_dir)
+        (
+            out_dir / HELD
+        ).unlink()  # last: without it, what a killed export left could not be told from a user's folder
     return out_dir
 
 

@@ -29,9 +29,11 @@ from async_rl.weights.parallel import side_by_side
 from async_rl.weights.readers import live_readers
 from async_rl.weights.replay import FlatState
 from async_rl.weights.run import RUN_KEY, open_run
+from async_rl.weights.shadow import shards_in
 from async_rl.weights.statefiles import StateFiles
+from async_rl.weights.subscriber import export
 from async_rl.weights.ways import list_edges, read_way
-from tests.weights_support import History, MemoryStore
+from tests.weights_support import History, MemoryStore, same_state, state_of
 
 LIMIT_S = 30.0
 NESTED = b'{"x":' * 100_000
@@ -269,3 +271,38 @@ main.main([])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S)
     assert (done.returncode, done.stdout) == (130, "cleaned up\n")
+
+
+# ---------------------------------------------------------------- folders
+
+
+def test_an_export_through_a_link_fills_the_folder_behind_it(tmp_path: Path) -> None:
+    history = run_of(tmp_path)
+    (tmp_path / "large disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "large disk")
+    (tmp_path / "dangling").symlink_to(tmp_path / "not there yet")
+    for name in ("link", "dangling"):
+        export(history.store, 3, tmp_path / name)
+        assert same_state(state_of(history.run, shards_in(tmp_path / name)), history.states[3])
+        assert (tmp_path / name).is_symlink()
+
+
+def test_an_export_does_not_replace_the_folder_we_stand_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    history = run_of(tmp_path)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(WeightsError, match="we stand in it"):
+        export(history.store, 3, Path())
+    assert list(tmp_path.glob("here*")) == [tmp_path / "here"]
+
+
+def test_an_export_touches_no_files_of_ones_own_where_its_parts_would_be(tmp_path: Path) -> None:
+    history = run_of(tmp_path)
+    own = tmp_path / "out.partial" / "model.safetensors"
+    own.parent.mkdir()
+    own.write_bytes(b"somebody's")
+    with pytest.raises(WeightsError, match=r"out\.partial is not an empty folder"):
+        export(history.store, 3, tmp_path / "out")
+    assert own.read_bytes() == b"somebody's"
