@@ -20,7 +20,9 @@ from async_rl.weights.codec import (
     encode_tile,
     tile_steps,
 )
-from async_rl.weights.codec.model import plan_small
+from async_rl.weights.codec.blocks import split
+from async_rl.weights.codec.model import model_of, plan_small
+from async_rl.weights.codec.numbers import pack, unpack
 from async_rl.weights.codec.small import encode_small
 from async_rl.weights.codec.steps import dense_numbers, encode_dense
 from async_rl.weights.codec.steps import encode_steps as encode_sparse
@@ -164,6 +166,40 @@ def test_nothing_changed_is_nothing():
     bits = np.arange(1000, dtype=np.uint16)
     assert encode_tile(bits, bits.copy(), 0) is None
     assert encode_tile(bits, bits.copy(), 0, small=True) is None
+
+
+@quick
+@given(
+    st.sampled_from([1, 2, 4095, 4096, 4097, 4098, 4099, 7000]),
+    st.sampled_from([1, 2, 4, 8, 9, 1 << 16, 1 << 32]),
+    st.integers(0, 3),
+    st.integers(0, 1 << 32),
+)
+def test_sequences_of_every_length_and_range_come_back_grouped_or_not(length, stop, before, seed):
+    rng = np.random.default_rng(seed)
+    values = np.minimum(rng.integers(0, stop, length), rng.integers(0, stop, length)).astype(np.uint32)
+    first, last = rng.integers(0, 3, (2, before)).astype(np.uint32)
+    told, sizes = np.concatenate((first, values, last)), np.array((before, length, before))
+    data = np.frombuffer(pack(told, sizes, np.zeros(3, np.int64)), np.uint8)
+    assert np.array_equal(unpack(data, 0, sizes, np.zeros(3, np.int64)), told)
+
+
+@quick
+@given(
+    st.sampled_from([1, 15, 64, 130, 4000]), st.sampled_from([0, 1, 2, 100, 242, 256]), st.integers(0, 2)
+)
+def test_sums_of_weights_are_the_same_however_a_machine_adds_them_up(count, limit, shift):
+    rng = np.random.default_rng(count + limit)
+    base = rng.integers(0, 1 << 16, count).astype(np.uint16)
+    base[::3] = limit << 7 & 0x7FFF | rng.integers(0, 512, len(base[::3]))
+    model = model_of(rng.integers(0, 36, 256), limit)
+    (parts, sums, _), _, hot = split(base, model, shift, 0)
+    exponents = (base >> 7) & 0xFF
+    each = np.zeros(len(sums) << (4 + shift), np.int64)
+    each[:count] = model.weights[exponents]
+    assert np.array_equal(parts, each.reshape(-1, 16).sum(1))
+    assert np.array_equal(sums, each.reshape(len(sums), -1).sum(1))
+    assert np.array_equal(hot, np.flatnonzero(exponents < limit))
 
 
 # ---------------------------------------------------------------- composition

@@ -94,7 +94,8 @@ def test_a_small_tile_on_another_base_is_refused_or_stays_inside(pair, other):
 
 def packed(sequences):
     """Of (numbers, span) each."""
-    lengths, spans = [len(values) for values, _ in sequences], [span for _, span in sequences]
+    lengths = np.array([len(values) for values, _ in sequences])
+    spans = np.array([span for _, span in sequences])
     return pack(np.concatenate([values for values, _ in sequences]), lengths, spans)
 
 
@@ -130,8 +131,10 @@ def test_well_formed_bytes_with_impossible_numbers_are_refused(mode, data):
 
 @pytest.mark.parametrize(("shown", "first"), [((35, 36), 0), ((255,), 0), ((1, 1), 255)])
 def test_levels_beyond_the_largest_weight_or_the_last_exponent_are_refused(shown, first):
-    assert get_levels(np.array([35, 0, 35], np.uint8), 253).tolist() == [0] * 253 + [35, 0, 35]
-    assert get_levels(np.array(shown, np.uint8), first) is None
+    levels = np.zeros(256, np.int64)
+    assert get_levels(np.array([9, 35, 0, 35, 9], np.uint8), 1, 2, 253, levels) == 4
+    assert levels.tolist() == [0] * 253 + [35, 0, 35]
+    assert get_levels(np.array([*shown, 9], np.uint8), 0, len(shown) - 1, first, levels) == BAD
 
 
 @pytest.mark.parametrize(
@@ -168,7 +171,7 @@ def test_picks_of_a_block_come_in_order_and_once(order):
     words = np.empty(2 + 2 * STATES + 1, np.uint32)
     first = put_picks(slots, widths, words)
     where = np.zeros(2, np.uint32)
-    found = pick(base, weights, 0, sums, sums, where, words[first:])
+    found = pick(base, weights, 0, sums, sums, where, words[first:].view(np.uint8))
     assert (found, where.tolist()) == (0, [3, 9]) if order == (3, 9) else found == BAD
 
 

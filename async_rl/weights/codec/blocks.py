@@ -19,6 +19,7 @@ import numpy as np
 from async_rl.weights.codec.elements import put_places
 from async_rl.weights.codec.jit import (
     HAS_SUM_16,
+    HAS_SUM_64,
     I16,
     I64,
     I64_IN,
@@ -33,18 +34,21 @@ from async_rl.weights.codec.jit import (
     inlined,
     int64,
     kernel,
+    load_u32,
     load_u64,
     prefetch,
     sum_16,
+    sum_64,
     uint64,
 )
-from async_rl.weights.codec.model import EXPONENTS, Model
+from async_rl.weights.codec.model import EXPONENTS, WEIGHTS, Model
 from async_rl.weights.codec.rans import BAD, symbol_of
 from async_rl.weights.codec.scratch import scratch
 from async_rl.weights.codec.steps import step_number
 
 __all__ = [
     "CONTEXTS",
+    "PART_BITS",
     "SPARE",
     "STATES",
     "Blocks",
@@ -52,6 +56,7 @@ __all__ = [
     "pick",
     "put_picks",
     "split",
+    "split_into",
     "spread",
     "survey",
 ]
@@ -87,7 +92,7 @@ def split(base: np.ndarray, model: Model, shift: int, first: int) -> tuple[Block
     )
     sizes = np.zeros(CONTEXTS, np.int64)
     hot = scratch("hot", len(base), np.uint32)
-    found = _split(base, model.limit, *model[1:4], shift, first, *made, sizes, hot)
+    found = split_into(base, model.limit, *model[1:4], shift, first, *made, sizes, hot)
     return made, sizes, hot[:found]
 
 
@@ -125,6 +130,42 @@ else:
         return total
 
 
+if HAS_SUM_64:
+
+    @inlined
+    def _weigh_64(
+        base: np.ndarray,
+        at: int,
+        limit: int,
+        weights: np.ndarray,
+        low: np.ndarray,
+        high: np.ndarray,
+        parts: np.ndarray,
+        part: int,
+    ) -> None:
+        """Four parts. `low` and `high`: of the weights from exponent max(limit - 1, 0) on."""
+        sum_64(base, at, max(limit - 1, 0), low, high, parts, part)
+
+else:
+
+    @inlined
+    def _weigh_64(
+        base: np.ndarray,
+        at: int,
+        limit: int,
+        weights: np.ndarray,
+        low: np.ndarray,
+        high: np.ndarray,
+        parts: np.ndarray,
+        part: int,
+    ) -> None:
+        for i in range(4):
+            total = 0
+            for j in range(at + (i << PART_BITS), at + ((i + 1) << PART_BITS)):
+                total += weights[(int64(base[uint64(j)]) >> 7) & 0xFF]
+            parts[uint64(part + i)] = total
+
+
 @inlined
 def _weigh_4(weights: np.ndarray, four: Any) -> int:
     """Of four elements, in one word."""
@@ -142,7 +183,7 @@ def _slot(place: int, total: int) -> int:
 
 
 @kernel(I64, U16, I64, I64_IN, U8, U8, I64, I64, U16_OUT, U16_OUT, U8_OUT, I64_OUT, U32_OUT)
-def _split(
+def split_into(
     base: np.ndarray,
     limit: int,
     weights: np.ndarray,
@@ -160,11 +201,13 @@ def _split(
     weights come from memory."""
     found = 0
     together = len(base) >> 6
+    low_16, high_16 = np.empty(WEIGHTS, np.uint8), np.empty(WEIGHTS, np.uint8)
+    for i in range(WEIGHTS):
+        number = min(i + int64(limit == 0), WEIGHTS - 1)
+        low_16[i], high_16[i] = low_bytes[number], high_bytes[number]
     for four in range(together):
         at = four << 6
-        for i in range(4):
-            part = at + (i << PART_BITS)
-            parts[uint64((four << 2) + i)] = _weigh(base, part, 16, limit, weights, low_bytes, high_bytes)
+        _weigh_64(base, at, limit, weights, low_16, high_16, parts, four << 2)
         if limit:
             below = below_64(base, at, limit << 7) if limit < EXPONENTS else ~uint64(0)
             found = put_places(below, at, hot, found)
@@ -394,7 +437,7 @@ def _find(
     return at + past, low, weights[(four >> uint64((past << 4) + 7)) & mask]
 
 
-@kernel(I64, U16, I64_IN, I64, U16, U16, U32_OUT, U32)
+@kernel(I64, U16, I64_IN, I64, U16, U16, U32_OUT, U8)
 def pick(
     base: np.ndarray,
     weights: np.ndarray,
@@ -404,17 +447,12 @@ def pick(
     where: np.ndarray,
     words: np.ndarray,
 ) -> int:
-    """Blocks become positions, in place. 0, or BAD."""
-    if len(words) < 2 * STATES:
+    """Blocks become positions, in place. `words` are bytes. 0, or BAD."""
+    if len(words) < 8 * STATES:
         return BAD
-    x0, x1, x2, x3 = (
-        uint64(words[0]) | (uint64(words[1]) << uint64(32)),
-        uint64(words[2]) | (uint64(words[3]) << uint64(32)),
-        uint64(words[4]) | (uint64(words[5]) << uint64(32)),
-        uint64(words[6]) | (uint64(words[7]) << uint64(32)),
-    )
-    word = 2 * STATES
-    last = len(words) - 1
+    x0, x1, x2, x3 = load_u64(words, 0), load_u64(words, 8), load_u64(words, 16), load_u64(words, 24)
+    word = 8 * STATES
+    last = len(words) - 4
     before = -1
     end = len(where) - 1
     for i in range(len(where)):
@@ -433,10 +471,10 @@ def pick(
         width = _slot(low + weight, total) - first
         x = uint64(width) * (x0 >> uint64(16)) + uint64(slot - first)
         empty = int64(x < uint64(LOW_STATE))
-        next_word = uint64(words[uint64(min(word, last))])  # wanted or not, as in rans.py
+        next_word = load_u32(words, min(word, last))  # wanted or not, as in rans.py
         x = (x << uint64(empty << 5)) | (next_word & uint64(-empty))
         x0, x1, x2, x3 = x1, x2, x3, x
-        word += empty
+        word += empty << 2
     if x0 != LOW_STATE or x1 != LOW_STATE or x2 != LOW_STATE or x3 != LOW_STATE:
         return BAD
     return 0 if word == len(words) else BAD

@@ -25,25 +25,32 @@ from async_rl.weights.codec.rans import BAD
 from async_rl.weights.codec.scratch import scratch
 from async_rl.weights.codec.steps import number_step, step_number
 
-__all__ = ["deal_hot", "group_hot", "tell_hot"]
+__all__ = ["deal_hot", "group_hot", "group_into", "tell_hot"]
+
+_ROW = 32  # more than GROUPS
 
 
 def group_hot(base: np.ndarray, hot: np.ndarray, model: Model) -> tuple[np.ndarray, np.ndarray]:
     """Groups, uint8 and in scratch, of the elements at positions `hot`, and their sizes, int64 [GROUPS + 1]."""
     sizes = np.zeros(GROUPS + 1, np.int64)
     groups = scratch("hot_groups", len(hot), np.uint8)
-    _group(base, hot, model.groups, groups, sizes)
+    group_into(base, hot, model.groups, groups, sizes)
     return groups, sizes
 
 
 @kernel(I64, U16, U32, U8, U8_OUT, I64_OUT)
-def _group(
+def group_into(
     base: np.ndarray, hot: np.ndarray, groups: np.ndarray, told_by: np.ndarray, sizes: np.ndarray
 ) -> int:
+    """Fills in the group of each hot element; adds to their sizes, [GROUPS + 1]."""
+    tallies = np.zeros(4 * _ROW, np.int64)  # four, so that no sum waits for itself
     for i in range(len(hot)):
         group = groups[(int64(base[uint64(hot[i])]) >> 7) & 0xFF]
         told_by[i] = group
-        sizes[uint64(group)] += 1
+        tallies[uint64((i & 3) * _ROW + int64(group))] += 1
+    for group in range(GROUPS + 1):
+        for turn in range(4):
+            sizes[group] += tallies[turn * _ROW + group]
     return len(hot)
 
 

@@ -23,6 +23,7 @@ from numba.extending import intrinsic
 __all__ = [
     "F64",
     "HAS_SUM_16",
+    "HAS_SUM_64",
     "I16",
     "I16_OUT",
     "I64",
@@ -35,6 +36,7 @@ __all__ = [
     "U32",
     "U32_OUT",
     "U64",
+    "U64_OUT",
     "below_64",
     "count_bits",
     "differ_64",
@@ -44,11 +46,13 @@ __all__ = [
     "int64",
     "kernel",
     "load_u16",
+    "load_u32",
     "load_u64",
     "low_bit",
     "prefetch",
     "store_u64",
     "sum_16",
+    "sum_64",
     "uint64",
 ]
 
@@ -76,10 +80,11 @@ U8, U16, U32, I16, I64_IN = (
     _read(types.int16),
     _read(types.int64),
 )
-U8_OUT, U16_OUT, U32_OUT, I16_OUT, I64_OUT = (
+U8_OUT, U16_OUT, U32_OUT, U64_OUT, I16_OUT, I64_OUT = (
     _write(types.uint8),
     _write(types.uint16),
     _write(types.uint32),
+    _write(types.uint64),
     _write(types.int16),
     _write(types.int64),
 )
@@ -119,10 +124,17 @@ def inlined(function: F) -> F:
 
 _LANES = 64  # elements in a mask
 
-HAS_SUM_16 = (
-    config.CPU_NAME is None and config.CPU_FEATURES is None and bool(get_host_cpu_features().get("ssse3"))
-)
-"""Whether kernels are compiled for a machine that has the instructions of sum_16."""
+
+def _has(feature: str) -> bool:
+    return (
+        config.CPU_NAME is None
+        and config.CPU_FEATURES is None
+        and bool(get_host_cpu_features().get(feature))
+    )
+
+
+HAS_SUM_16, HAS_SUM_64 = _has("ssse3"), _has("avx2")
+"""Whether kernels are compiled for a machine that has the instructions of sum_16 and sum_64."""
 
 
 def _pointer(context: Any, builder: Any, array: Any, value: Any, at: Any, kind: Any) -> Any:
@@ -143,6 +155,17 @@ def load_u16(_: Any, array: Any, at: Any) -> Any:
         return builder.zext(loaded, ir.IntType(64))
 
     return types.int64(array, at), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def load_u32(_: Any, array: Any, at: Any) -> Any:
+    """uint64: the four bytes from element `at` on, likewise."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        loaded = _load(context, builder, signature, values, ir.IntType(32))
+        return builder.zext(loaded, ir.IntType(64))
+
+    return types.uint64(array, at), generate
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -274,6 +297,68 @@ def sum_16(_: Any, array: Any, at: Any, count: Any, first: Any, low: Any, high: 
         return builder.add(*halves)
 
     return types.int64(array, at, count, first, low, high), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def sum_64(_: Any, array: Any, at: Any, first: Any, low: Any, high: Any, sums: Any, to: Any) -> Any:
+    """Four of such sums, of 16 elements each from array[at] on, into sums[to : to + 4], uint16. Here `first` is not
+    below 0. Only if HAS_SUM_64."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        shorts, octets = ir.VectorType(ir.IntType(16), 16), ir.VectorType(ir.IntType(8), 32)
+        four = ir.VectorType(ir.IntType(64), 4)
+
+        def constants(kind: Any, numbers: Any) -> Any:
+            return ir.Constant(kind, list(numbers))
+
+        def shuffle(value: Any, other: Any, places: Any) -> Any:
+            kind = ir.VectorType(ir.IntType(32), len(places))
+            return builder.shuffle_vector(value, other, constants(kind, places))
+
+        def call(name: str, result: Any, *operands: Any) -> Any:
+            kind = ir.FunctionType(result, [operand.type for operand in operands])
+            function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+            return builder.call(function, operands)
+
+        def load(index: int, place: Any, kind: Any) -> Any:
+            pointer = _pointer(context, builder, signature.args[index], values[index], place, kind)
+            return builder.load(pointer, align=1)
+
+        half = ir.VectorType(ir.IntType(8), 16)
+        nothing = ir.Constant(half, ir.Undefined)
+        tables = [
+            shuffle(load(index, ir.IntType(64)(0), half), nothing, [*range(16)] * 2) for index in (3, 4)
+        ]
+        one = builder.insert_element(
+            ir.Constant(octets, ir.Undefined), builder.trunc(values[2], ir.IntType(8)), ir.IntType(32)(0)
+        )
+        least = shuffle(one, ir.Constant(octets, ir.Undefined), [0] * 32)
+        found = []
+        for pair in (0, 32):
+            exponents = []
+            for more in (pair, pair + 16):
+                bits = load(0, builder.add(values[1], ir.IntType(64)(more)), shorts)
+                doubled = builder.shl(bits, constants(shorts, [1] * 16))
+                exponents.append(builder.lshr(doubled, constants(shorts, [8] * 16)))
+            # 8 of the first, 8 of the second, and again: so are the sums of 8 bytes
+            packed = call("llvm.x86.avx2.packuswb", octets, *exponents)
+            numbers = call("llvm.usub.sat.v32i8", octets, packed, least)
+            numbers = call("llvm.umin.v32i8", octets, numbers, constants(octets, [15] * 32))
+            eights = []
+            for table in tables:
+                looked_up = call("llvm.x86.avx2.pshuf.b", octets, table, numbers)
+                eights.append(call("llvm.x86.avx2.psad.bw", four, looked_up, constants(octets, [0] * 32)))
+            both = builder.add(eights[0], builder.shl(eights[1], constants(four, [8] * 4)))
+            nothing_4 = ir.Constant(four, ir.Undefined)
+            found.append(builder.add(shuffle(both, nothing_4, [0, 1]), shuffle(both, nothing_4, [2, 3])))
+        together = builder.trunc(
+            shuffle(found[0], found[1], [0, 1, 2, 3]), ir.VectorType(ir.IntType(16), 4)
+        )
+        place = _pointer(context, builder, signature.args[5], values[5], values[6], together.type)
+        builder.store(together, place, align=1)
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64, types.int64, low, high, sums, types.int64), generate
 
 
 @intrinsic  # type: ignore[untyped-decorator]

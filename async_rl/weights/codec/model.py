@@ -25,16 +25,28 @@ from async_rl.weights.codec.jit import (
     U8_OUT,
     U16,
     U32,
+    helper,
     int64,
     kernel,
     load_u64,
     uint64,
 )
-from async_rl.weights.codec.rans import low_bits_of, lowest_of, symbol_of
+from async_rl.weights.codec.rans import BAD, low_bits_of, lowest_of, symbol_of
 from async_rl.weights.codec.scratch import scratch
 from async_rl.weights.codec.steps import step_number
 
-__all__ = ["EXPONENTS", "GROUPS", "WEIGHTS", "Model", "SmallPlan", "model_of", "plan_small"]
+__all__ = [
+    "EXPONENTS",
+    "GROUPS",
+    "LEVELS",
+    "WEIGHTS",
+    "Model",
+    "SmallPlan",
+    "fill_model",
+    "get_levels",
+    "model_of",
+    "plan_small",
+]
 
 EXPONENTS = 256
 GROUPS = 16  # of hot exponents, at most
@@ -44,7 +56,7 @@ WEIGHT_BITS = 10
 """So that 64 weights add up to less than 2^16."""
 
 LARGEST = 960.0  # what the highest level below stands for
-_LEVELS = 4 * WEIGHT_BITS - 4  # symbol_of(2^WEIGHT_BITS - 1) + 1
+LEVELS = 4 * WEIGHT_BITS - 4  # symbol_of(2^WEIGHT_BITS - 1) + 1
 
 HOT_FROM = 0.15
 """Probability of a change from which telling every element's step costs less than picking those that change."""
@@ -101,24 +113,29 @@ def plan_small(base: np.ndarray, positions: np.ndarray, steps: np.ndarray) -> Sm
 
 
 def model_of(levels: np.ndarray, limit: int) -> Model:
-    """`levels`: int64 [EXPONENTS], each below _LEVELS (get_levels has looked)."""
+    """`levels`: int64 [EXPONENTS], each below LEVELS (get_levels has looked)."""
     weights, groups = np.empty(EXPONENTS, np.int64), np.empty(EXPONENTS, np.uint8)
     low, high = np.zeros(WEIGHTS, np.uint8), np.zeros(WEIGHTS, np.uint8)
     count = _fill(levels, limit, weights, low, high, groups)
     return Model(limit, weights, low, high, groups, count)
 
 
-def get_levels(shown: np.ndarray, first: int) -> np.ndarray | None:
-    """Levels, int64 [EXPONENTS], of the bytes of those from exponent `first` on. None for what nobody wrote."""
-    if first + len(shown) > EXPONENTS or (len(shown) and shown.max() >= _LEVELS):
-        return None
-    levels = np.zeros(EXPONENTS, np.int64)
-    levels[first : first + len(shown)] = shown
-    return levels
+@helper
+def get_levels(data: np.ndarray, at: int, span: int, first: int, levels: np.ndarray) -> int:
+    """Levels, zeros before, of the bytes of those from exponent `first` to first + span. The byte after, or BAD for
+    what nobody wrote."""
+    if span < 0 or first < 0 or first + span >= EXPONENTS or at + span >= len(data):
+        return BAD
+    for i in range(span + 1):
+        level = int64(data[at + i])
+        if level >= LEVELS:
+            return BAD
+        levels[first + i] = level
+    return at + span + 1
 
 
-@kernel(I64, I64_IN, I64, I64_OUT, U8_OUT, U8_OUT, U8_OUT)
-def _fill(
+@helper
+def fill_model(
     levels: np.ndarray,
     limit: int,
     weights: np.ndarray,
@@ -145,6 +162,19 @@ def _fill(
         low[number] = weights[exponent] & 0xFF
         high[number] = weights[exponent] >> 8
     return group + 1
+
+
+@kernel(I64, I64_IN, I64, I64_OUT, U8_OUT, U8_OUT, U8_OUT)
+def _fill(
+    levels: np.ndarray,
+    limit: int,
+    weights: np.ndarray,
+    low: np.ndarray,
+    high: np.ndarray,
+    groups: np.ndarray,
+) -> int:
+    count: int = fill_model(levels, limit, weights, low, high, groups)
+    return count
 
 
 @kernel(I64, I64_OUT, I64_OUT)

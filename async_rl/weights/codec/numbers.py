@@ -5,13 +5,12 @@
     of sequences in byte planes: varint bytes, zstd-1 of the two planes
     of sequences in a list: varint different numbers, the differences between them, ascending, as varints
 
-A list is for few different numbers, too large for symbols to tell them apart: NaNs' payloads, weights that had been
-quantised. Planes are for noise, which zstd leaves as it is.
+Long sequences of numbers below 8 are coded two or three as one symbol. A list is for few different numbers, too large
+for symbols to tell them apart: NaNs' payloads, weights that had been quantised. Planes are for noise, which zstd
+leaves as it is.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import numpy as np
 import zstandard
@@ -25,10 +24,22 @@ from async_rl.weights.codec.jit import (
     U16_OUT,
     U32,
     U32_OUT,
+    int64,
     kernel,
     load_u16,
 )
-from async_rl.weights.codec.rans import BAD, LOW, SYMBOLS, fold, get_symbols, put_symbols, unfold
+from async_rl.weights.codec.rans import (
+    BAD,
+    LOW,
+    SPARE,
+    SYMBOLS,
+    fold,
+    get_symbols,
+    join_symbols,
+    put_symbols,
+    slot_bits_of,
+    unfold,
+)
 from async_rl.weights.codec.scratch import scratch
 from async_rl.weights.codec.tables import (
     AS_SYMBOLS,
@@ -36,11 +47,12 @@ from async_rl.weights.codec.tables import (
     IN_PLANES,
     TABLE_BITS,
     get_tables,
+    group_table,
     put_form,
     put_table,
 )
 
-__all__ = ["get_varint", "pack", "put_varint", "unpack"]
+__all__ = ["get_varint", "pack", "put_varint", "read_other_forms", "read_symbols", "unpack"]
 
 IN_TURNS = 2048
 """Symbols from which four states are worth their 8 bytes."""
@@ -58,21 +70,42 @@ PLANES_GAIN = 1.005
 """Planes may be a little longer: they are read five times as fast."""
 
 
-def pack(values: np.ndarray, lengths: Sequence[int], spans: Sequence[int]) -> bytes:
-    """Of sequences that follow one another in `values`, uint32 [sum of lengths]. `spans` as in put_table; empty
-    sequences take nothing."""
+def pack(values: np.ndarray, sizes: np.ndarray, spans: np.ndarray) -> bytes:
+    """Of sequences that follow one another in `values`, uint32 [sum of sizes]; `sizes`, int64. `spans`, likewise, as
+    in put_table; empty sequences take nothing."""
     total = len(values)
     if not total:
         return b""
-    sizes, gaps_among = np.array(lengths, np.int64), np.array(spans, np.int64)
-    symbols = scratch("symbols", total, np.uint8)
+    symbols = scratch("symbols", total + SPARE, np.uint8)[:total]
     low = scratch("open", 4 * total + len(sizes) + 16, np.uint8)
     counts, low_sizes = np.zeros(len(sizes) * SYMBOLS, np.int64), np.empty(len(sizes), np.int64)
-    low_end = _fold(values, sizes, symbols, counts, low, low_sizes)
+    ends = np.zeros(4, np.int64)
+    _fold(values, sizes, spans, symbols, counts, low, low_sizes, ends)
     forms = np.zeros(len(sizes), np.int64)
-    kept: list[memoryview] = [low[:low_end].data]
+    kept: list[memoryview] = [low[: ends[2]].data]
     others: list[bytes] = []
-    for index in np.flatnonzero((gaps_among == 0) & (low_sizes > OPEN_FROM + sizes // 4)).tolist():
+    if ends[3]:
+        kept, others = _try_other_forms(values, sizes, spans, symbols, counts, low, low_sizes, forms)
+    head = scratch("head", len(sizes) * TABLE_BITS // 8 + 32, np.uint8)
+    words = scratch("symbol_words", total + 8, np.uint16)
+    _write(symbols, sizes, spans, forms, counts, head, words, ends)
+    used = words[ends[1] :].astype("<u2", copy=False)
+    return b"".join((head[: ends[0]].data, used.data, *kept, *others))
+
+
+def _try_other_forms(
+    values: np.ndarray,
+    sizes: np.ndarray,
+    spans: np.ndarray,
+    symbols: np.ndarray,
+    counts: np.ndarray,
+    low: np.ndarray,
+    low_sizes: np.ndarray,
+    forms: np.ndarray,
+) -> tuple[list[memoryview], list[bytes]]:
+    """Fills in the forms and changes what stands in another one. Open bits that are left, what follows."""
+    others: list[bytes] = []
+    for index in np.flatnonzero((spans == 0) & (low_sizes > OPEN_FROM + sizes // 4)).tolist():
         first = int(sizes[:index].sum())
         here, row = slice(first, first + int(sizes[index])), slice(index * SYMBOLS, (index + 1) * SYMBOLS)
         form, symbols[here], counts[row], data = _in_another_form(
@@ -81,32 +114,27 @@ def pack(values: np.ndarray, lengths: Sequence[int], spans: Sequence[int]) -> by
         if form != AS_SYMBOLS:
             forms[index] = form
             others.append(data)
-    if others:
-        kept = [
-            low[end - size : end].data
-            for end, size, form in zip(np.cumsum(low_sizes), low_sizes, forms, strict=True)
-            if form == AS_SYMBOLS
-        ]
-    states = np.full(4 if total >= IN_TURNS else 1, LOW, np.int64)
-    header = np.zeros(len(sizes) * TABLE_BITS + 1, np.uint8)
-    words = scratch("symbol_words", total + 8, np.uint16)
-    ends = np.empty(2, np.int64)
-    _write(symbols, sizes, gaps_among, forms, counts, header, states, words, ends)
-    head = np.packbits(header[: ends[0]], bitorder="little")
-    used = words[ends[1] :].astype("<u2", copy=False)
-    return b"".join((head.data, states.astype("<u4").data, used.data, *kept, *others))
+    kept = [
+        low[end - size : end].data
+        for end, size, form in zip(np.cumsum(low_sizes), low_sizes, forms, strict=True)
+        if form == AS_SYMBOLS
+    ]
+    return kept, others
 
 
-@kernel(I64, U32, I64_IN, U8_OUT, I64_OUT, U8_OUT, I64_OUT)
+@kernel(I64, U32, I64_IN, I64_IN, U8_OUT, I64_OUT, U8_OUT, I64_OUT, I64_OUT)
 def _fold(
     values: np.ndarray,
     lengths: np.ndarray,
+    spans: np.ndarray,
     symbols: np.ndarray,
     counts: np.ndarray,
     low: np.ndarray,
     low_sizes: np.ndarray,
+    ends: np.ndarray,
 ) -> int:
-    """All sequences' symbols, counts (zeros before), and open bits with their bytes. The byte after."""
+    """All sequences' symbols, counts (zeros before), and open bits with their bytes. `ends`, zeros before: [2] is the
+    byte after the open bits, [3] counts sequences that another form might suit."""
     tallies = np.zeros(4 * SYMBOLS, np.int64)
     first = at = 0
     for index in range(len(lengths)):
@@ -118,25 +146,28 @@ def _fold(
                 counts[index * SYMBOLS + (i & (SYMBOLS - 1))] += tallies[i]
                 tallies[i] = 0
         low_sizes[index] = at - before
+        ends[3] += int64(spans[index] == 0 and at - before > OPEN_FROM + lengths[index] // 4)
         first = stop
-    return at
+    ends[2] = at
+    return 0
 
 
-@kernel(I64, U8, I64_IN, I64_IN, I64_IN, I64_IN, U8_OUT, I64_OUT, U16_OUT, I64_OUT)
+@kernel(I64, U8_OUT, I64_IN, I64_IN, I64_IN, I64_IN, U8_OUT, U16_OUT, I64_OUT)
 def _write(
     symbols: np.ndarray,
     lengths: np.ndarray,
     spans: np.ndarray,
     forms: np.ndarray,
     counts: np.ndarray,
-    bits: np.ndarray,
-    states: np.ndarray,
+    head: np.ndarray,
     words: np.ndarray,
     ends: np.ndarray,
 ) -> int:
-    """Tables, one bit a byte, into `bits`, zeros before; words to the end of `words`. `ends`: of the bits, and the
-    first word."""
+    """Tables and states to `head`; words to the end of `words`. `ends`: of the head, and the first word. Symbols are
+    lost."""
     frequencies = np.empty(len(counts), np.int64)
+    bits = np.zeros(len(lengths) * TABLE_BITS + 1, np.uint8)
+    states = np.full(4 if len(symbols) >= IN_TURNS else 1, LOW, np.int64)
     bits[0] = len(states) == 4
     end = 1
     for index in range(len(lengths)):
@@ -144,15 +175,32 @@ def _write(
             if forms[index] != AS_SYMBOLS:
                 end = put_form(forms[index], bits, end)
             if forms[index] != IN_PLANES:
-                end = put_table(counts, index * SYMBOLS, spans[index], frequencies, bits, end)
+                slot_bits = slot_bits_of(lengths[index], spans[index])
+                end = put_table(counts, index * SYMBOLS, spans[index], slot_bits, frequencies, bits, end)
     stop = len(symbols)
     at = len(words) - 1
     for index in range(len(lengths) - 1, -1, -1):
         first = stop - lengths[index]
         if lengths[index] and forms[index] != IN_PLANES:
-            at = put_symbols(symbols, first, stop, frequencies, index * SYMBOLS, states, words, at)
+            slot_bits = slot_bits_of(lengths[index], spans[index])
+            row = index * SYMBOLS
+            together = group_table(frequencies, row, lengths[index], spans[index])
+            if together > 1:
+                stop = join_symbols(symbols, first, stop, together, int64(symbols[first]))
+            at = put_symbols(symbols, first, stop, frequencies, row, slot_bits, states, words, at)
         stop = first
-    ends[0], ends[1] = end, at + 1
+    size = (end + 7) >> 3
+    for byte in range(size):
+        value = 0
+        for bit in range(8):
+            value |= int64(bits[8 * byte + bit]) << bit
+        head[byte] = value
+    for state in states:
+        for _ in range(4):
+            head[size] = state & 0xFF
+            state >>= 8
+            size += 1
+    ends[0], ends[1] = size, at + 1
     return 0
 
 
@@ -198,34 +246,40 @@ def _entropy_bytes(counts: np.ndarray) -> float:
 
 
 def unpack(
-    data: np.ndarray, at: int, lengths: Sequence[int], spans: Sequence[int], *, keep: bool = True
+    data: np.ndarray, at: int, sizes: np.ndarray, spans: np.ndarray, *, keep: bool = True
 ) -> np.ndarray | None:
-    """The sequences in `data` (uint8) from byte `at` to its end, one after another, given their lengths and spans; in
-    scratch unless they are to `keep`. None for bytes that nobody wrote."""
-    total = sum(lengths)
+    """The sequences in `data` (uint8) from byte `at` to its end, one after another, given their lengths and spans
+    (int64); in scratch unless they are to `keep`. None for bytes that nobody wrote."""
+    total = int(sizes.sum())
     values = np.empty(total, np.uint32) if keep else scratch("told", total, np.uint32)
-    symbols = scratch("symbols", total, np.uint8)
     if total:
-        forms = np.zeros(len(lengths), np.int64)
-        at = _read(data, at, np.array(lengths), np.array(spans), values, symbols, forms)
-        if at == BAD:
-            return None
-        if forms.any():
-            first = 0
-            for length, form in zip(lengths, forms.tolist(), strict=True):
-                here = slice(first, first + length)
-                first += length
-                if length and form == IN_PLANES:
-                    at = _from_planes(data, at, values[here])
-                elif length and form == IN_LIST:
-                    at = _from_list(data, at, symbols[here], values[here])
-                if at == BAD:
-                    return None
+        symbols = scratch("symbols", total + SPARE, np.uint8)
+        forms = np.zeros(len(sizes), np.int64)
+        at = read_symbols(data, at, sizes, spans, values, symbols, forms)
+        if at != BAD and forms.any():
+            at = read_other_forms(data, at, sizes, forms, values, symbols)
     return values if at == len(data) else None
 
 
+def read_other_forms(
+    data: np.ndarray, at: int, sizes: np.ndarray, forms: np.ndarray, values: np.ndarray, symbols: np.ndarray
+) -> int:
+    """What read_symbols has left out, from byte `at` on; the byte after, or BAD."""
+    first = 0
+    for length, form in zip(sizes.tolist(), forms.tolist(), strict=True):
+        here = slice(first, first + length)
+        first += length
+        if length and form == IN_PLANES:
+            at = _from_planes(data, at, values[here])
+        elif length and form == IN_LIST:
+            at = _from_list(data, at, symbols[here], values[here])
+        if at == BAD:
+            return BAD
+    return at
+
+
 @kernel(I64, U8, I64, I64_IN, I64_IN, U32_OUT, U8_OUT, I64_OUT)
-def _read(
+def read_symbols(
     data: np.ndarray,
     at: int,
     lengths: np.ndarray,
@@ -234,7 +288,8 @@ def _read(
     symbols: np.ndarray,
     forms: np.ndarray,
 ) -> int:
-    """What stands as symbols into `values`, the places in lists into `symbols`. The byte after, or BAD."""
+    """What stands as symbols into `values`, the places in lists into `symbols`, which holds SPARE more. The byte
+    after, or BAD."""
     if at >= len(data):
         return BAD
     states = np.empty(4 if data[at] & 1 else 1, np.int64)
@@ -252,7 +307,10 @@ def _read(
     for index in range(len(lengths)):
         end = first + lengths[index]
         if lengths[index] and forms[index] != IN_PLANES:
-            at = get_symbols(symbols, first, end, frequencies, index * SYMBOLS, states, data, at)
+            row, span = index * SYMBOLS, spans[index]
+            slot_bits = slot_bits_of(lengths[index], span)
+            together = group_table(frequencies, row, lengths[index], span)
+            at = get_symbols(symbols, first, end, together, frequencies, row, slot_bits, states, data, at)
             if at < 0:
                 return BAD
         first = end

@@ -34,7 +34,7 @@ def encode_steps(positions: np.ndarray, steps: np.ndarray, count: int) -> bytes:
     changes = len(positions)
     told = scratch("told", 2 * changes, np.uint32)
     _to_numbers(positions, steps, told[:changes], told[changes:])
-    return put_varint(changes) + pack(told, [changes, changes], [count, 0])
+    return put_varint(changes) + pack(told, np.array((changes, changes)), np.array((count, 0)))
 
 
 def decode_steps(data: np.ndarray, count: int) -> Steps | None:
@@ -42,7 +42,7 @@ def decode_steps(data: np.ndarray, count: int) -> Steps | None:
     changes, at = get_varint(data, 0)
     if not 0 <= changes <= count:
         return None
-    found = unpack(data, at, [changes, changes], [count, 0])
+    found = unpack(data, at, np.array((changes, changes)), np.array((count, 0)))
     if found is None:
         return None
     positions, steps = found[:changes], np.empty(changes, np.int16)
@@ -51,13 +51,13 @@ def decode_steps(data: np.ndarray, count: int) -> Steps | None:
 
 def encode_dense(numbers: np.ndarray, changes: int) -> bytes:
     """`numbers`: of every element, uint32, as elements.differences gives them."""
-    return put_varint(changes) + pack(numbers, [len(numbers)], [0])
+    return put_varint(changes) + pack(numbers, np.array((len(numbers),)), np.zeros(1, np.int64))
 
 
 def decode_dense(data: np.ndarray, count: int) -> tuple[np.ndarray, int] | None:
     """Numbers below 2^16, and how many of them are not 0; None for bytes that nobody wrote."""
     changes, at = get_varint(data, 0)
-    found = unpack(data, at, [count], [0], keep=False)
+    found = unpack(data, at, np.array((count,)), np.zeros(1, np.int64), keep=False)
     if found is None or count == 0 or _changes_in(found) != changes:
         return None
     return found, changes

@@ -13,7 +13,6 @@ from typing import NamedTuple
 import numpy as np
 
 from async_rl.errors import Corrupt
-from async_rl.weights.codec.digest import MASK
 from async_rl.weights.codec.scratch import scratch
 
 __all__ = [
@@ -94,20 +93,18 @@ def encode_tile(base: np.ndarray, new: np.ndarray, place: int, *, small: bool = 
 def apply_tile(mode: int, data: bytes | memoryview, values: np.ndarray, place: int) -> tuple[int, int]:
     """Change `values` in place; (changed, moved) as found. Raises Corrupt, with `values` as they were."""
     from async_rl.weights.codec import elements
-    from async_rl.weights.codec.small import decode_small
+    from async_rl.weights.codec.small import apply_small
 
     if mode == Mode.DENSE:
         numbers, changed = _dense(data, len(values))
         return changed, int(elements.apply_all(values, numbers, place))
-    found: list[Steps] | None
     if mode == Mode.SMALL:
-        found = decode_small(np.frombuffer(data, np.uint8), values)
-        if found is None:
+        done = apply_small(np.frombuffer(data, np.uint8), values, place)
+        if done is None:
             raise Corrupt(f"a coded tile of mode {mode}, {len(data)} bytes, contradicts itself or its base")
-    else:
-        found = [tile_steps(mode, data, len(values))]
-    moved = sum(int(elements.apply(values, positions, steps, place)) for positions, steps in found)
-    return sum(len(positions) for positions, _ in found), moved & MASK
+        return done
+    positions, steps = tile_steps(mode, data, len(values))
+    return len(positions), int(elements.apply(values, positions, steps, place))
 
 
 def tile_steps(mode: int, data: bytes | memoryview, count: int) -> Steps:
