@@ -6,18 +6,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rl.algo.staleness import Node, sample_lag, span_lags, summarise, version_lag
+from async_rl.algo.staleness import Node, Tree, sample_lag, span_lags, summarise, version_lag
 
 # One trainer reached step 4, the next resumed from step 2 (version 2) and published 5 and 6.
-TREE = {
-    0: Node(-1, 0),
-    1: Node(0, 1),
-    2: Node(1, 2),
-    3: Node(2, 3),
-    4: Node(3, 4),
-    5: Node(2, 2),
-    6: Node(5, 3),
-}
+TREE = Tree(
+    {
+        0: Node(-1, 0),
+        1: Node(0, 1),
+        2: Node(1, 2),
+        3: Node(2, 3),
+        4: Node(3, 4),
+        5: Node(2, 2),
+        6: Node(5, 3),
+    }
+)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +45,7 @@ def test_an_unknown_version_is_an_error():
 
 def test_versions_without_a_common_root_are_an_error():
     with pytest.raises(KeyError, match="no common ancestor"):
-        version_lag({0: Node(-1, 0), 1: Node(-1, 0)}, 0, 1, 0)
+        version_lag(Tree({0: Node(-1, 0), 1: Node(-1, 0)}), 0, 1, 0)
 
 
 def test_a_sample_is_as_old_as_its_oldest_token():
@@ -64,16 +66,16 @@ def test_the_summary_of_no_samples_is_zero():
 
 
 @st.composite
-def trees(draw: st.DrawFn) -> dict[int, Node]:
-    tree = {0: Node(-1, 0)}
+def trees(draw: st.DrawFn) -> Tree:
+    tree = Tree({0: Node(-1, 0)})
     for version in range(1, draw(st.integers(1, 20))):
         parent = draw(st.integers(0, version - 1))
-        tree[version] = Node(parent, tree[parent].step + draw(st.integers(0, 3)))
+        tree.add(version, Node(parent, tree[parent].step + draw(st.integers(0, 3))))
     return tree
 
 
 @given(trees(), st.data())
-def test_lag_is_a_distance_on_the_tree(tree: dict[int, Node], data: st.DataObject):
+def test_lag_is_a_distance_on_the_tree(tree: Tree, data: st.DataObject):
     versions = st.sampled_from(sorted(tree))
     a, b, c = data.draw(versions), data.draw(versions), data.draw(versions)
 
@@ -83,3 +85,22 @@ def test_lag_is_a_distance_on_the_tree(tree: dict[int, Node], data: st.DataObjec
     assert lag(a, a) == 0
     assert lag(a, b) == lag(b, a) >= abs(tree[a].step - tree[b].step)
     assert lag(a, c) <= lag(a, b) + lag(b, c)
+
+
+def test_steps_that_were_repeated_to_the_same_weights_are_one_branch_again():
+    """Versions 5, 6 and 7 repeat steps 2, 3 and 4; the last one came out otherwise."""
+    tree = Tree({0: Node(-1, 0, "a"), 1: Node(0, 1, "b"), 2: Node(1, 2, "c"), 3: Node(2, 3, "d")})
+    tree.add(4, Node(3, 4, "e"))
+    tree.add(5, Node(2, 2, "c"))
+    assert version_lag(tree, 4, 5, 2) == 2, "two steps back: version 5 is version 2"
+    tree.add(6, Node(5, 3, "d"))
+    assert version_lag(tree, 3, 6, 3) == 0 and version_lag(tree, 4, 6, 3) == 1
+    tree.add(7, Node(6, 4, "other"))
+    assert version_lag(tree, 4, 7, 4) == 2, "one step back to version 3, one forward"
+    assert version_lag(tree, 6, 7, 4) == version_lag(tree, 3, 7, 4) == 1
+
+
+def test_equal_weights_of_another_step_are_another_policy():
+    """A refused step changes nothing, and is a step all the same."""
+    tree = Tree({0: Node(-1, 0, "a"), 1: Node(0, 1, "a")})
+    assert version_lag(tree, 0, 1, 1) == 1
