@@ -22,6 +22,7 @@ from tests.bench.claims import Claim
 
 BENCHES = {
     "codec": "bytes and speed of a delta, ours and others', on real optimizer steps",
+    "fleet": "a thousand workers at one orchestrator against a bare ROUTER; encoding",
     "full": "full versions against bare boto3, and the memory of weight sync",
     "history": "bytes of 300 versions in the bucket, and what a late reader reads",
     "overlap": "asynchronous step time against the slower of rollout and training",
