@@ -61,6 +61,13 @@ class LocalRun:
         argv = [*prefix, sys.executable, "-m", "async_rl", "trainer", str(self.run_file), *args]
         return self.fleet.start(name, argv, cwd=folder, log_path=self.folder / f"{name}.log")
 
+    def start_orchestrator(self) -> Child:
+        """One of its own, that outlives trainers: start those with "--orchestrator", run.address."""
+        folder = self.folder / "orchestrator"
+        folder.mkdir(exist_ok=True)
+        argv = [sys.executable, "-m", "async_rl", "orchestrator", str(self.run_file)]
+        return self.fleet.start("orchestrator", argv, cwd=folder, log_path=self.folder / "orchestrator.log")
+
     def start_worker(
         self, name: str, *args: str, engine: str = "reference", prefix: tuple[str, ...] = ()
     ) -> Child:
