@@ -29,7 +29,7 @@ from msgspec import Meta, Struct
 
 from async_rl.errors import Malformed
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of this file. Hello and Attach carry it; any difference is refused."""
 
 MAX_MESSAGE_BYTES = 64 << 20
@@ -269,6 +269,12 @@ class Attach(Struct, frozen=True, array_like=True, tag="attach"):
     version_step: int  # the step it holds
     vocab_size: int
     frontier: Count = 0  # next prompt ordinal, from the checkpoint
+    open: tuple[Count, ...] = ()  # ordinals below it that no step so far has used, likewise
+    parent: int = -1  # of `version`
+    digest: Name = ""  # of the state of `version`
+    origin: int = -1  # incarnation that wrote the checkpoint we resumed from; -1: there was none
+    known: tuple[tuple[int, int, int, str], ...] = ()  # version, parent, step, digest: before `version`
+    anew: bool = False  # --resume never: what was delivered before is not wanted any more
 
 
 class Attached(Struct, frozen=True, array_like=True, tag="attached"):
@@ -282,6 +288,7 @@ class NextBatch(Struct, frozen=True, array_like=True, tag="next_batch"):
 
     incarnation: int
     step: Count
+    resumable: Count = 0  # the oldest step that a later trainer may resume from: what it needs is kept
 
 
 class Batch(Struct, frozen=True, array_like=True, tag="batch"):
@@ -293,12 +300,16 @@ class Batch(Struct, frozen=True, array_like=True, tag="batch"):
     dropped: dict[str, int] = {}  # groups since the start, by reason: lag, no_signal, failed, …
     evals: tuple[EvalScore, ...] = ()  # finished since the last batch
     waited_s: Seconds = 0.0  # from the first NextBatch of this step to this answer
+    open: tuple[Count, ...] = ()  # ordinals below the frontier that no batch has used, likewise
+    replayed: bool = False  # a repeated step: these groups were admitted before, and not again
 
 
 class Published(Struct, frozen=True, array_like=True, tag="published"):
     incarnation: int
     version: int
     step: Count
+    parent: int = -1
+    digest: Name = ""  # of the state
 
 
 class Finish(Struct, frozen=True, array_like=True, tag="finish"):

@@ -16,7 +16,7 @@ from async_rl.errors import Malformed
 from async_rl.wire import Array, Group, Sample
 from orchestrator.versions import Versions
 
-__all__ = ["Fault", "Requirements", "examine"]
+__all__ = ["Fault", "Requirements", "examine", "explain", "quick"]
 
 LOGPROB_TOLERANCE = 1e-4
 """A log-softmax in 32 bits over a large vocabulary can come out this much above zero."""
@@ -47,8 +47,61 @@ class Requirements(msgspec.Struct, frozen=True):
     oldest_version: int = 0  # for a held-out group: the version that is measured
 
 
-def examine(group: Group, need: Requirements, versions: Versions) -> tuple[int, ...] | Fault:
-    """The optimizer step of each sample's oldest policy, or what is wrong with the group."""
+def examine(group: Group, need: Requirements, versions: Versions) -> tuple[tuple[int, ...], ...] | Fault:
+    """Of each sample, the versions of the policies that sampled it; or what is wrong with the group."""
+    right = quick(group, need, versions)
+    return right if right is not None else explain(group, need, versions)
+
+
+def quick(group: Group, need: Requirements, versions: Versions) -> tuple[tuple[int, ...], ...] | None:
+    """The same for all samples at once, without saying why: None for a group that may be wrong. A tenth of the
+    time, which is what limits how many workers one orchestrator can serve."""
+    samples = group.samples
+    if len(samples) != need.samples or group.prompt.dtype != "<i4":
+        return None
+    if any(getattr(sample, name).dtype != dtype for sample in samples for name, dtype in _DTYPES.items()):
+        return None
+    lengths = [len(sample.mask.data) for sample in samples]
+    for sample, length in zip(samples, lengths, strict=True):
+        if not length or not 4 * length == len(sample.tokens.data) == len(sample.logprobs.data):
+            return None
+        if not need.reward_range[0] <= sample.reward <= need.reward_range[1]:  # and so is not NaN
+            return None
+        if len(sample.spans.data) % 8:
+            return None
+    if len(group.prompt.data) % 4 or not len(group.prompt.data):
+        return None
+    ids = np.frombuffer(b"".join([group.prompt.data, *(s.tokens.data for s in samples)]), "<u4")
+    logprobs = np.frombuffer(b"".join([s.logprobs.data for s in samples]), "<f4")
+    mask = np.frombuffer(b"".join([s.mask.data for s in samples]), "|u1")
+    starts = np.cumsum([0, *lengths[:-1]])
+    if ids.max() >= need.vocab_size or mask.max() > 1:  # a negative id is a large one here
+        return None
+    if np.add.reduceat(mask, starts, dtype=np.int64).max() > need.max_tokens:
+        return None
+    if not np.isfinite(logprobs).all() or float((logprobs * mask).max()) > LOGPROB_TOLERANCE:
+        return None
+    served = [
+        _quick_spans(sample.spans.data, length, need.oldest_version, versions)
+        for sample, length in zip(samples, lengths, strict=True)
+    ]
+    return None if None in served else tuple(each for each in served if each is not None)
+
+
+def _quick_spans(data: memoryview, length: int, oldest: int, versions: Versions) -> tuple[int, ...] | None:
+    flat = np.frombuffer(data, "<i4").tolist()
+    policies, counts = flat[0::2], flat[1::2]
+    if not policies or min(counts) <= 0 or sum(counts) != length or policies != sorted(policies):
+        return None
+    if policies[-1] > versions.newest or policies[0] < oldest:
+        return None
+    if any(versions.step_of(version) is None for version in policies):
+        return None
+    return tuple(sorted(set(policies)))
+
+
+def explain(group: Group, need: Requirements, versions: Versions) -> tuple[tuple[int, ...], ...] | Fault:
+    """What a group must be, rule by rule: the definition that `quick` only repeats."""
     try:
         prompt = group.prompt.numpy()
         if group.prompt.dtype != "<i4" or not prompt.size:
@@ -57,18 +110,18 @@ def examine(group: Group, need: Requirements, versions: Versions) -> tuple[int, 
             return Fault("tokens", f"a token id of the prompt is outside 0..{need.vocab_size - 1}")
         if len(group.samples) != need.samples:
             return Fault("shape", f"{len(group.samples)} samples, {need.samples} were leased")
-        steps = []
+        served = []
         for index, sample in enumerate(group.samples):
             result = _examine_sample(sample, need, versions)
             if isinstance(result, Fault):
                 return Fault(result.code, f"sample {index}: {result.detail}")
-            steps.append(result)
-        return tuple(steps)
+            served.append(result)
+        return tuple(served)
     except Malformed as error:  # bytes that are no whole number of items
         return Fault("shape", error.message)
 
 
-def _examine_sample(sample: Sample, need: Requirements, versions: Versions) -> int | Fault:
+def _examine_sample(sample: Sample, need: Requirements, versions: Versions) -> tuple[int, ...] | Fault:
     for name, dtype in _DTYPES.items():
         array: Array = getattr(sample, name)
         if array.dtype != dtype:
@@ -97,7 +150,7 @@ def _examine_sample(sample: Sample, need: Requirements, versions: Versions) -> i
     return _examine_spans(sample, length, need.oldest_version, versions)
 
 
-def _examine_spans(sample: Sample, length: int, oldest: int, versions: Versions) -> int | Fault:
+def _examine_spans(sample: Sample, length: int, oldest: int, versions: Versions) -> tuple[int, ...] | Fault:
     flat = sample.spans.numpy()
     if not flat.size or flat.size % 2:
         return Fault("shape", f"{flat.size} numbers are no (version, tokens) pairs")
@@ -108,12 +161,11 @@ def _examine_spans(sample: Sample, length: int, oldest: int, versions: Versions)
         return Fault("version", f"versions {served.tolist()} go backwards")
     if (newest := int(served[-1])) > versions.newest:
         return Fault("early", f"version {newest} is not known here yet, the newest is {versions.newest}")
-    steps = [versions.step_of(version) for version in served.tolist()]
-    if None in steps:
-        return Fault("version", f"versions {served.tolist()} are not all of this life of the trainer")
+    if any(versions.step_of(version) is None for version in served.tolist()):
+        return Fault("version", f"versions {served.tolist()} are not all of this run")
     if int(served[0]) < oldest:
         return Fault("version", f"sampled by version {int(served[0])}, version {oldest} is being measured")
-    return min(step for step in steps if step is not None)
+    return tuple(sorted(set(served.tolist())))
 
 
 def _all_within(ids: np.ndarray, size: int) -> bool:

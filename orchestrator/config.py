@@ -45,6 +45,17 @@ class OrchestratorConfig(Struct, frozen=True, forbid_unknown_fields=True):
     reward function; progress (every heartbeat) extends it, so it need not cover a long generation."""
     max_attempts: Annotated[int, Meta(ge=1)] = 3
     """Failures (error, expiry, worker lost, result refused) after which a prompt is given up."""
+    spool: str = ""
+    """Folder on a local disk for the groups that were acknowledged and for what became of them; a restart goes on
+    from it. Empty: one for this store URL in the folder trainer.out."""
+    fsync: bool = True
+    """Acknowledge only what the disk has. Without it a group survives the end of the process,
+    not that of the machine."""
+    buffer_bytes: Annotated[int, Meta(ge=1)] = 4 << 30
+    """Of groups that wait to be trained. They lie in the spool, not in memory; while there are more, nothing is
+    leased."""
+    spool_full_wait_s: Positive = 600.0
+    """Limit on the wait for room on a full disk. Until then nothing is acknowledged and nothing lost."""
     straggler_hold_s: NotNegative = 5.0
     """A full batch waits this long for a lease that would be too old for the next one. Without it the
     longest samples are the ones that are dropped; with much more the trainer stands still for one slow

@@ -51,11 +51,14 @@ from orchestrator.acceptance import Fault, Requirements, examine
 from orchestrator.config import EvalConfig, OrchestratorConfig, SamplingConfig
 from orchestrator.handshake import UNKNOWN_WORKER, Refusal, refuse_attach, refuse_hello, refuse_trainer
 from orchestrator.leases import Held, name_of
+from orchestrator.ledger import Formed, GroupLedger, hash_of
 from orchestrator.pool import Failure
 from orchestrator.prompts import prompt_of
-from orchestrator.roster import Roster, Worker
+from orchestrator.records import Record, Took, Version, encode_group
+from orchestrator.roster import Emptiest, Roster, Worker
 from orchestrator.seeds import seeds_of
 from orchestrator.session import Asked, Session
+from orchestrator.spool import Journal, Place
 from orchestrator.status import status_of
 from orchestrator.tally import Tally
 
@@ -80,6 +83,7 @@ class Control:
         seed: int,
         lease_ids: Iterator[int],
         now: float,
+        journal: Journal,
     ) -> None:
         self._environment = environment
         self._config = config
@@ -97,10 +101,19 @@ class Control:
             heartbeat_s=config.heartbeat_s,
         )
         self._roster = Roster(config.heartbeat_s)
+        self._emptiest = Emptiest(
+            self._roster, lambda name: self._session.leases(name) if self._session else 0
+        )
         self._tally = Tally()
+        self._ledger = GroupLedger(config, journal, lease_ids)
+        self._spool = journal.where
         self._session: Session | None = None
         self._leave_by: float | None = None  # set with Finished: workers have until then
         self._out: Outgoing = []
+
+    def restore(self, records: Iterable[tuple[Record, Place]], now: float) -> int:
+        """Play the journal of earlier lives, before anything is received. How many records it had."""
+        return self._ledger.restore(records, now)
 
     # ---------------------------------------------------------------- in
 
@@ -134,8 +147,11 @@ class Control:
             log.warning("worker gone", worker=worker.name, silent_s=now - worker.last_seen)
             self._release(worker, "its worker went silent", counted=True)
         if self._session is not None:
-            self._note(self._session.ledger.expire(now))
-            self._note(self._session.evals.expire(now))
+            ended = [*self._ledger.expire(now), *self._session.evals.expire(now)]
+            self._note(ended)
+            for name in {failure.worker for failure in ended}:
+                if (expired := self._roster.get(name)) is not None:
+                    self._emptiest.touch(expired)
         self._advance(now)
         return self._out
 
@@ -154,17 +170,41 @@ class Control:
         old = self._session
         if old is not None and (peer, attach.incarnation) == (old.peer, old.incarnation):
             return self._send(peer, self._attached(old))  # it reconnected
-        refusal = refuse_attach(attach, old.attach if old else None, ended=self.finished)
+        ledger = self._ledger
+        refusal = refuse_attach(
+            attach,
+            old.attach if old else None,
+            ledger.opened,
+            ledger.incarnation,
+            spool=self._spool,
+            ended=self.finished,
+        )
         if refusal is not None:
             return self._refuse(peer, refusal)
         if old is not None:
             self._take_evals(old)
             self._cancel(old.close(), f"trainer incarnation {attach.incarnation} took over")
+        if ledger.opened is None:
+            ledger.open(attach.run, attach.fingerprint)
+        for known in attach.known:  # committed by a trainer that ended before it could tell us
+            ledger.publish(Version(*known))
+        ledger.publish(Version(attach.version, attach.parent, attach.version_step, attach.digest))
+        # One that goes on where we know it to be, after an end of ours, takes nothing anew.
+        if attach.incarnation != ledger.incarnation or not 0 <= ledger.next_step - attach.step <= 1:
+            took = Took(
+                attach.incarnation, attach.step, attach.origin, attach.frontier, attach.open, attach.anew
+            )
+            self._cancel(ledger.take(took), "a trainer resumed after the step that used this group")
         self._session = session = Session(
-            attach, peer, self._config, self._evaluation, self._lease_ids, self._tally, now
+            attach, peer, self._config, self._evaluation, self._lease_ids, ledger, now
         )
         log.info(
-            "trainer attached", incarnation=attach.incarnation, step=attach.step, version=attach.version
+            "trainer attached",
+            incarnation=attach.incarnation,
+            step=attach.step,
+            version=attach.version,
+            steps_to_repeat=ledger.replaying,
+            buffered=ledger.buffered,
         )
         if session.evals.due(attach.version):
             session.evals.start(attach.version, attach.version_step)
@@ -188,11 +228,14 @@ class Control:
 
     def _on_trainer(self, session: Session, message: NextBatch | Published | Finish, now: float) -> None:
         match message:
-            case NextBatch(step=step):
+            case NextBatch(step=step, resumable=resumable):
+                session.ledger.keep_from(min(resumable, step))
                 self._on_next_batch(session, step, now)
             case Published(version=version, step=step):
                 if version > session.versions.newest and step >= session.versions.newest_step:
-                    session.versions.add(version, step, now)
+                    parent = message.parent if message.parent >= 0 else session.versions.newest
+                    session.ledger.publish(Version(version, parent, step, message.digest))
+                    session.versions.add(version, now)
                     if session.evals.due(version):
                         self._cancel(
                             session.evals.start(version, step), "a newer version is being evaluated"
@@ -204,6 +247,9 @@ class Control:
     def _on_next_batch(self, session: Session, step: int, now: float) -> None:
         if session.last_batch is not None and step == session.last_batch.step:
             return self._send(session.peer, session.last_batch)  # asked again: the same answer
+        if step == session.ledger.next_step - 1 and (formed := session.ledger.formed(step)) is not None:
+            session.last_batch = self._batch(session, formed, 0.0)  # asked in an earlier life of ours
+            return self._send(session.peer, session.last_batch)
         if step != session.ledger.next_step or session.finish_by is not None:
             reason = f"step {step} was asked for, the next batch is for step {session.ledger.next_step}"
             hint = "restart the trainer: it resumes from its checkpoint under a new incarnation"
@@ -219,7 +265,7 @@ class Control:
         if session.finish_by is None:
             session.step, session.asked = finish.step, None
             session.finish_by = now + (self._config.final_eval_s if finish.evaluate else 0.0)
-            self._cancel(session.ledger.close(), "training is finished")
+            self._cancel(session.ledger.held, "training is finished")  # what comes all the same is stored
             if finish.evaluate:
                 cancel = session.evals.start(session.versions.newest, session.versions.newest_step)
                 self._cancel(cancel, "the final version is being evaluated")
@@ -266,6 +312,7 @@ class Control:
                 log.info("worker left", worker=worker.name, reason=reason)
                 self._roster.remove(worker)
                 self._release(worker, "its worker left", counted=False)
+        self._emptiest.touch(worker)
 
     def _on_heartbeat(self, session: Session, worker: Worker, beat: Heartbeat, now: float) -> None:
         self._roster.beat(worker, beat)
@@ -283,6 +330,10 @@ class Control:
         key = group.key
         desk = session.evals if key.split == "eval" else session.ledger
         if desk.settled(key):  # delivered before, by this worker or another: it may forget it
+            known = session.ledger.hash_of(key) if key.split == "train" else None
+            if known is not None and known != hash_of(encode_group(group)):
+                detail = "another result for this group was taken before"
+                return self._nack(worker, lease, group, Fault("duplicate", detail))
             return self._send(worker.peer, Ack(lease, key))
         if not desk.pool.expects(lease, key, worker.name):
             return self._nack(worker, lease, group, Fault("lease", "this lease is unknown or was given up"))
@@ -354,37 +405,41 @@ class Control:
         asked = session.asked
         if asked is None or not session.ledger.readiness(now).ready:
             return
-        step = session.ledger.next_step
-        stored = session.ledger.form_batch(now)
-        self._tally.batch(stored, step)
+        formed = session.ledger.form_batch(now)
+        self._tally.batch(formed)
         session.asked = None
-        session.last_batch = Batch(
-            incarnation=session.incarnation,
-            step=step,
-            groups=tuple(each.group for each in stored),
-            lags=tuple(each.lags(step) for each in stored),
-            frontier=session.ledger.frontier,
-            dropped=dict(self._tally.dropped),
-            evals=self._take_evals(session),
-            waited_s=now - asked.since,
-        )
+        session.last_batch = self._batch(session, formed, now - asked.since)
         self._send(session.peer, session.last_batch)
+
+    def _batch(self, session: Session, formed: Formed, waited_s: float) -> Batch:
+        return Batch(
+            incarnation=session.incarnation,
+            step=formed.assigned.step,
+            groups=formed.groups,
+            lags=formed.lags,
+            frontier=formed.assigned.frontier,
+            dropped=dict(session.ledger.dropped),
+            evals=self._take_evals(session),
+            waited_s=waited_s,
+            open=formed.assigned.open,
+            replayed=formed.assigned.replayed,
+        )
 
     def _grant(self, session: Session, now: float) -> None:
         """Leases, one at a time to the emptiest worker: evaluation first, then training as admission
         allows."""
-        leases = {worker.name: session.leases(worker.name) for worker in self._roster.here}
-        while True:
-            for worker in self._roster.by_load(leases):
-                held = session.evals.lease(worker.name, worker.version, session.versions, now)
-                if held is None and session.finish_by is None:
-                    held = session.ledger.lease(worker.name, worker.version, now)
-                if held is not None:
-                    break
-            else:
-                return
+
+        def wanted(version: int) -> bool:
+            training = session.finish_by is None and session.ledger.may_lease(version, now)
+            return training or session.evals.may_lease(version, session.versions)
+
+        while (worker := self._emptiest.pop(wanted)) is not None:
+            held = session.evals.lease(worker.name, worker.version, session.versions, now)
+            if held is None:
+                held = session.ledger.lease(worker.name, worker.version, now)
+            assert held is not None, "it was wanted"
             self._roster.granted(worker)
-            leases[worker.name] += 1
+            self._emptiest.touch(worker)
             self._send(worker.peer, self._lease(session, held))
 
     def _lease(self, session: Session, held: Held) -> Lease:
@@ -425,7 +480,9 @@ class Control:
     # ---------------------------------------------------------------- out
 
     def status(self, now: float) -> Status:
-        return status_of(self._session, self._tally, self._roster, self._config, self._started, now)
+        return status_of(
+            self._session, self._ledger, self._tally, self._roster, self._config, self._started, now
+        )
 
     def _send(self, peer: bytes, message: AnyMessage) -> None:
         self._out.append((peer, message))

@@ -63,6 +63,12 @@ class Evaluations:
         """Evaluations that are not finished."""
         return len(self._open)
 
+    def may_lease(self, version: int, versions: Versions) -> bool:
+        """Whether a worker that serves `version` would get a lease now."""
+        if versions.step_of(version) is None:
+            return False
+        return any(key.group <= version for key in self._pool.waiting)
+
     def due(self, version: int) -> bool:
         return self._config.every > 0 and version % self._config.every == 0
 
@@ -82,11 +88,10 @@ class Evaluations:
         return key.split == "eval" and key.group in self._started and key not in self._pool
 
     def lease(self, worker: str, version: int, versions: Versions, now: float) -> Held | None:
-        step = versions.step_of(version)
-        if step is None:
+        if not self.may_lease(version, versions):
             return None
-        key = next((key for key in self._pool.waiting if key.group <= version), None)
-        return None if key is None else self._pool.grant(key, worker, step, now)
+        key = next(key for key in self._pool.waiting if key.group <= version)
+        return self._pool.grant(key, worker, version, now)
 
     def progress(self, report: LeaseProgress, worker: str, now: float) -> None:
         self._pool.progress(report, worker, now)

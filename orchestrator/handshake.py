@@ -8,6 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from async_rl.wire import PROTOCOL, Attach, Hello
+from orchestrator.records import Opened
 from orchestrator.roster import Worker
 
 __all__ = ["Refusal", "refuse_attach", "refuse_hello", "refuse_trainer"]
@@ -26,19 +27,26 @@ UNATTACHED = Refusal("unattached", "this orchestrator does not know you: attach 
 UNKNOWN_WORKER = Refusal("unknown", "this orchestrator does not know you: say Hello again", retry=True)
 
 
-def refuse_attach(attach: Attach, current: Attach | None, *, ended: bool) -> Refusal | None:
-    """`current`: of the trainer that has the run, over another connection or in an older life."""
+def refuse_attach(
+    attach: Attach, current: Attach | None, opened: Opened | None, newest: int, *, spool: str, ended: bool
+) -> Refusal | None:
+    """`current`: of the trainer that has the run, over another connection or in an older life. `opened`,
+    `newest`: the run of the spool, and the last incarnation that took it; `spool`: where that is."""
     if attach.protocol != PROTOCOL:
         reason = f"the trainer speaks protocol {attach.protocol}, the orchestrator {PROTOCOL}"
         return Refusal("protocol", reason, _SAME_VERSION)
-    if current is None:
-        return None
-    if (attach.run, attach.fingerprint) != (current.run, current.fingerprint):
+    if opened is not None and (attach.run, attach.fingerprint) != (opened.run, opened.fingerprint):
         reason = (
-            f"this orchestrator serves run {current.run!r} (model {current.fingerprint}), "
+            f"this orchestrator serves run {opened.run!r} (model {opened.fingerprint}), as its spool {spool} says; "
             f"the trainer has run {attach.run!r} (model {attach.fingerprint})"
         )
-        return Refusal("run", reason, "start an orchestrator for each run")
+        hint = "start an orchestrator for each run; if that run is gone, remove its spool and start this one again"
+        return Refusal("run", reason, hint)
+    if current is None:
+        if attach.incarnation < newest:
+            reason = f"incarnation {newest} has taken the run, this is incarnation {attach.incarnation}"
+            return Refusal("incarnation", reason, _NEWER_TRAINER)
+        return None
     if attach.incarnation <= current.incarnation:
         reason = (
             f"incarnation {current.incarnation} has the run over another connection, "

@@ -23,7 +23,7 @@ class Held(msgspec.Struct):
     lease: int
     key: Key
     worker: str
-    step: int  # that the policy held which the worker served when it got the lease: no token will be older
+    version: int  # that the worker served when it got the lease: no token will be of an older one
     deadline: float
     tokens: int = 0
 
@@ -46,8 +46,11 @@ class LeaseTable:
     def count(self, worker: str) -> int:
         return len(self._of_worker.get(worker, ()))
 
-    def grant(self, key: Key, worker: str, step: int, now: float) -> Held:
-        held = Held(next(self._ids), key, worker, step, now + self._lease_s)
+    def next_id(self) -> int:
+        return next(self._ids)
+
+    def grant(self, lease: int, key: Key, worker: str, version: int, now: float) -> Held:
+        held = Held(lease, key, worker, version, now + self._lease_s)
         self._held[held.lease] = held
         self._of_worker[worker].add(held.lease)
         return held

@@ -19,6 +19,7 @@ import msgspec
 
 from async_rl.wire import Key, LeaseProgress
 from orchestrator.leases import Held, LeaseTable
+from orchestrator.records import LeasedPrompt
 
 __all__ = ["Failure", "PromptPool"]
 
@@ -58,6 +59,9 @@ class PromptPool:
     def __contains__(self, key: Key) -> bool:
         return key in self._open
 
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._open)
+
     @property
     def waiting(self) -> Iterator[Key]:
         return iter(self._waiting)
@@ -73,6 +77,30 @@ class PromptPool:
     def count(self, worker: str) -> int:
         """Leases that this worker holds."""
         return self._leases.count(worker)
+
+    def get(self, lease: int, worker: str) -> Held | None:
+        """The lease, if it runs and is this worker's."""
+        return self._leases.get(lease, worker)
+
+    def held_for(self, key: Key) -> Held | None:
+        return self._open[key].held
+
+    def failures(self, key: Key) -> int:
+        """Leases for this key that ended without a group and counted."""
+        return self._open[key].failures
+
+    def grants(self, key: Key) -> dict[int, str]:
+        return dict(self._open[key].grants)
+
+    def expired(self, now: float) -> list[Held]:
+        return self._leases.expired(now)
+
+    def of_worker(self, worker: str) -> list[Held]:
+        return self._leases.of_worker(worker)
+
+    def next_lease(self) -> int:
+        """A number for a lease that is about to be granted."""
+        return self._leases.next_id()
 
     def expects(self, lease: int, key: Key, worker: str) -> bool:
         """Whether this worker got this lease for this key, and the key still needs a group."""
@@ -90,11 +118,16 @@ class PromptPool:
         self._open[key] = _Open()
         self._waiting[key] = None
 
-    def grant(self, key: Key, worker: str, step: int, now: float) -> Held:
-        """Lease a waiting prompt."""
-        del self._waiting[key]
+    def grant(self, key: Key, worker: str, version: int, now: float, lease: int | None = None) -> Held:
+        """Lease a waiting prompt to a worker that serves `version`, under a new number unless one is given."""
+        if key not in self._open:
+            self.add(key)
         open_ = self._open[key]
-        held = open_.held = self._leases.grant(key, worker, step, now)
+        if open_.held is not None:
+            self._leases.end(open_.held)
+        self._waiting.pop(key, None)
+        number = self._leases.next_id() if lease is None else lease
+        held = open_.held = self._leases.grant(number, key, worker, version, now)
         if len(open_.grants) >= REMEMBERED_GRANTS:
             self._forget(open_, min(open_.grants))
         open_.grants[held.lease] = worker
@@ -136,6 +169,37 @@ class PromptPool:
     def drop(self, key: Key) -> Held | None:
         """The prompt is not needed any more; returns the lease that now works for nothing."""
         return self._close(key)
+
+    def discard(self, key: Key) -> None:
+        """The same for a prompt that may have left before."""
+        if key in self._open:
+            self._close(key)
+
+    def end(self, lease: int, *, counted: bool, final: bool) -> None:
+        """A lease ended without a group and its prompt waits again. `final`: no late result will come."""
+        key = self._key_of.get(lease)
+        if key is None:
+            return
+        open_ = self._open[key]
+        if open_.held is not None and open_.held.lease == lease:
+            self._leases.end(open_.held)
+            open_.held = None
+            self._waiting[key] = None
+            open_.failures += counted
+        if final:
+            self._forget(open_, lease)
+
+    def restore(self, key: Key, prompt: LeasedPrompt, now: float) -> None:
+        """As it was written down; a lease that ran gets its whole time again."""
+        self._open[key] = open_ = _Open(None, {}, prompt.failures)
+        for lease, worker in prompt.grants.items():
+            open_.grants[lease] = worker
+            self._key_of[lease] = key
+        worker = prompt.grants.get(prompt.held, "")
+        if worker:
+            open_.held = self._leases.grant(prompt.held, key, worker, prompt.version, now)
+        else:
+            self._waiting[key] = None
 
     def clear(self) -> list[Held]:
         return [held for key in list(self._open) if (held := self._close(key)) is not None]

@@ -13,13 +13,15 @@ leases away for ever.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import heapq
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import msgspec
 
 from async_rl.wire import Heartbeat, Hello
 
-__all__ = ["MISSED_HEARTBEATS", "Roster", "Worker"]
+__all__ = ["MISSED_HEARTBEATS", "Emptiest", "Roster", "Worker"]
 
 MISSED_HEARTBEATS = 5
 """With the default of 2 s, ten seconds: a worker that is loading a large version may be that quiet,
@@ -106,12 +108,70 @@ class Roster:
         if self._workers.get(worker.name) is worker:
             del self._workers[worker.name]
 
-    def by_load(self, leases: dict[str, int]) -> list[Worker]:
-        """Workers with room for one more lease, the relatively emptiest first; among equals, the one that
-        has waited longest. `leases`: how many each one holds."""
-        free = [w for w in self.here if w.takes_leases and leases[w.name] < w.capacity]
-        return sorted(free, key=lambda w: (leases[w.name] / w.capacity, w.served))
-
     def granted(self, worker: Worker) -> None:
         self._grants += 1
         worker.served = self._grants
+
+
+class Emptiest:
+    """Workers that can take a lease, the relatively emptiest first; among equals, the one that has waited longest.
+
+    Kept from message to message, by the version they serve: a fleet is a thousand workers, few of them change with
+    each message, and whether there is a lease for a worker depends on its version alone. What is in a heap is what
+    was true when the worker was last touched; it is looked at again when its turn comes."""
+
+    def __init__(self, roster: Roster, leases: Callable[[str], int]) -> None:
+        """`leases`: how many a worker holds."""
+        self._roster, self._leases = roster, leases
+        self._heaps: dict[int, list[_Entry]] = {}  # by version
+        self._newest: dict[str, _Entry] = {}  # of each worker's entries the one that counts
+
+    def touch(self, worker: Worker) -> None:
+        """Something about it may have changed."""
+        entry = self._entry(worker)
+        if entry is None:
+            self._newest.pop(worker.name, None)
+        elif self._newest.get(worker.name) != entry:
+            self._newest[worker.name] = entry
+            heapq.heappush(self._heaps.setdefault(entry.version, []), entry)
+
+    def pop(self, wanted: Callable[[int], bool]) -> Worker | None:
+        """The emptiest of those whose version is `wanted`, out of its heap until it is touched."""
+        tops = [self._top(version) for version in list(self._heaps) if wanted(version)]
+        first = min((top for top in tops if top is not None), default=None)
+        if first is None:
+            return None
+        heapq.heappop(self._heaps[first.version])
+        del self._newest[first.name]
+        return self._roster.get(first.name)
+
+    def _top(self, version: int) -> _Entry | None:
+        """The first entry that is still true."""
+        heap = self._heaps[version]
+        while heap:
+            entry = heap[0]
+            if self._newest.get(entry.name) == entry:
+                worker = self._roster.get(entry.name)
+                now = None if worker is None else self._entry(worker)
+                if now == entry:
+                    return entry
+                del self._newest[entry.name]
+                if worker is not None:
+                    self.touch(worker)  # its leases have ended meanwhile, or it can take none now
+            if heap[0] is entry:
+                heapq.heappop(heap)
+        del self._heaps[version]
+        return None
+
+    def _entry(self, worker: Worker) -> _Entry | None:
+        leases = self._leases(worker.name)
+        if not worker.takes_leases or leases >= worker.capacity:
+            return None
+        return _Entry(leases / worker.capacity, worker.served, worker.name, worker.version)
+
+
+class _Entry(NamedTuple):
+    load: float
+    served: int
+    name: str
+    version: int

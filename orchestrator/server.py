@@ -15,17 +15,23 @@ from collections.abc import Callable
 from pathlib import Path
 
 from async_rl.envs.base import Environment, EnvironmentConfig
+from async_rl.errors import Malformed, StoreUnavailable
 from async_rl.log import get_logger
 from async_rl.transport.base import Listener, from_here
 from async_rl.transport.zmq import ZmqListener
+from async_rl.wire import AnyMessage
 from orchestrator.config import EvalConfig, OrchestratorConfig, SamplingConfig, check_bind
 from orchestrator.control import Control
 from orchestrator.prompts import check_prompts
+from orchestrator.spool import Journal, Spool
 
 __all__ = ["run_orchestrator", "serve"]
 
 log = get_logger(__name__)
 
+MESSAGES_PER_TURN = 256
+"""Written with one fsync. More would only delay the first one's answer."""
+FULL_PAUSE_S = 1.0
 TICK_S = 0.1
 """How late an expiry, a silent worker or the end of a hold may be noticed; far below the limits
 themselves."""
@@ -34,15 +40,19 @@ themselves."""
 async def serve(
     listener: Listener,
     control: Control,
+    journal: Journal,
     *,
+    full_wait_s: float = 600.0,
     clock: Callable[[], float] = time.monotonic,
     stop: asyncio.Event,
 ) -> None:
     """Until the run is finished and the workers have left, or `stop` is set. A run that is finished already
     goes on to its end all the same: workers that nobody tells about it would look for us for ever.
 
-    Each turn waits for: a message from anybody, the next tick, or the stop. Sending never waits: what a
-    peer does not take is dropped, and asked for again.
+    Each turn waits for: a message from anybody, the next tick, or the stop. It takes all messages that are
+    there, writes down what they changed, with one fsync for all of them, and only then sends the answers:
+    what is acknowledged is on the disk. Sending never waits: what a peer does not take is dropped, and asked
+    for again.
     """
     receiving = asyncio.create_task(listener.recv())
     stopping = asyncio.create_task(stop.wait())
@@ -53,18 +63,42 @@ async def serve(
             await asyncio.wait(awaited, timeout=TICK_S, return_when=asyncio.FIRST_COMPLETED)
             outgoing = []
             if receiving.done():
-                peer, message = receiving.result()
-                outgoing += control.receive(peer, message, clock())
+                arrived: tuple[bytes, AnyMessage | Malformed] | None = receiving.result()
+                for _ in range(MESSAGES_PER_TURN):
+                    if arrived is None:
+                        break
+                    peer, message = arrived
+                    outgoing += control.receive(peer, message, clock())
+                    arrived = listener.recv_now()
                 receiving = asyncio.create_task(listener.recv())
             if (now := clock()) - ticked >= TICK_S:
                 outgoing += control.tick(now)
                 ticked = now
+            await _commit(journal, full_wait_s)
             for peer, answer in outgoing:
                 await listener.send(peer, answer)
     finally:
         for task in (receiving, stopping):
             task.cancel()
         await asyncio.gather(receiving, stopping, return_exceptions=True)
+
+
+async def _commit(journal: Journal, full_wait_s: float) -> None:
+    """In a thread where it waits for the disk. A full disk is waited for: nothing has been acknowledged, so
+    nothing is lost by it. Raises StoreUnavailable after the limit, OSError where the disk fails."""
+    deadline = time.monotonic() + full_wait_s
+    while True:
+        try:
+            if journal.pending:
+                await asyncio.to_thread(journal.commit)
+            else:
+                journal.commit()
+            return
+        except StoreUnavailable as error:
+            if time.monotonic() >= deadline:
+                raise
+            log.error("waiting for room on the disk", reason=error.message, hint=error.hint)
+        await asyncio.sleep(FULL_PAUSE_S)
 
 
 def run_orchestrator(
@@ -75,21 +109,24 @@ def run_orchestrator(
     config: OrchestratorConfig,
     evaluation: EvalConfig,
     seed: int,
+    spool: Path,
     address_file: Path | None = None,
 ) -> None:
     """Serve one run until it is finished, or until SIGTERM or SIGINT. Blocking: the entry of the process.
 
     `address_file`: where to write the address for this machine's processes, for a parent that asked for
     port 0. Raises ConfigError where the address is taken, can't be bound, or could be reached from other
-    machines without leave, or the prompts can't be read; EnvironmentFailed where the environment has no
-    prompt.
+    machines without leave, the spool can't be used, or the prompts can't be read; EnvironmentFailed where the
+    environment has no prompt.
     """
     check_bind(config)
     check_prompts(environment, evaluation)
 
     async def main() -> None:
         listener = ZmqListener(config.bind)
+        journal: Spool | None = None
         try:
+            journal = Spool(spool, fsync=config.fsync)
             now = time.monotonic()
             control = Control(
                 environment=environment,
@@ -102,17 +139,22 @@ def run_orchestrator(
                 # one.
                 lease_ids=itertools.count(secrets.randbits(46) << 16),
                 now=now,
+                journal=journal,
             )
+            records = control.restore(journal.replay(), now)
+            log.info("spool opened", folder=str(spool), records=records, damaged=journal.damaged)
             stop = asyncio.Event()
             for signum in (signal.SIGTERM, signal.SIGINT):
                 asyncio.get_running_loop().add_signal_handler(signum, stop.set)
             log.info("orchestrator listening", address=listener.address)
             if address_file is not None:
                 _write_whole(address_file, from_here(listener.address))
-            await serve(listener, control, stop=stop)
+            await serve(listener, control, journal, full_wait_s=config.spool_full_wait_s, stop=stop)
             log.info("run finished" if control.finished else "orchestrator stopped")
         finally:
             await listener.close()
+            if journal is not None:
+                journal.close()
 
     asyncio.run(main())
 

@@ -1,8 +1,6 @@
-"""One trainer incarnation's hold on the run: its versions, its ledger, its evaluations, and what it asked
-for last.
+"""One trainer incarnation's hold on the run: its versions, its evaluations, and what it asked for last.
 
-A newer incarnation gets a new session. Nothing of the old one is carried over: its versions lie on another
-branch.
+A newer incarnation gets a new session. The groups stay: they are the ledger's, which outlives every trainer.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ from orchestrator.config import EvalConfig, OrchestratorConfig
 from orchestrator.evals import Evaluations
 from orchestrator.leases import Held
 from orchestrator.ledger import GroupLedger
-from orchestrator.tally import Tally
 from orchestrator.versions import Versions
 
 __all__ = ["Asked", "Session"]
@@ -41,30 +38,22 @@ class Session:
         config: OrchestratorConfig,
         evaluation: EvalConfig,
         ids: Iterator[int],
-        tally: Tally,
+        ledger: GroupLedger,
         now: float,
     ) -> None:
         self.attach = attach
         self.peer = peer
         self.heard = now
         self.step = attach.step  # optimizer steps done, as far as the trainer has told
-        self.versions = Versions(attach.version, attach.version_step, now)
-        self.ledger = GroupLedger(
-            config,
-            self.versions,
-            ids,
-            step=attach.step,
-            frontier=attach.frontier,
-            dropped=tally.dropped,
-            dead_letters=tally.dead_letters,
-        )
+        self.ledger = ledger
+        self.versions = ledger.versions = Versions(ledger.tree, attach.version, now)
         self.evals = Evaluations(
             evaluation,
             ids,
             lease_s=config.lease_s,
             max_attempts=config.max_attempts,
-            dropped=tally.dropped,
-            dead_letters=tally.dead_letters,
+            dropped=ledger.dropped,
+            dead_letters=ledger.dead_letters,
         )
         self.asked: Asked | None = None
         self.last_batch: Batch | None = None
@@ -93,5 +82,5 @@ class Session:
         return self.ledger.pool.wants(lease, worker) or self.evals.pool.wants(lease, worker)
 
     def close(self) -> list[Held]:
-        """The leases to cancel when another incarnation takes over."""
-        return self.ledger.close() + self.evals.give_up_all()
+        """The leases to cancel when another incarnation takes over: those of evaluations."""
+        return self.evals.give_up_all()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from async_rl.wire import Status, WorkerStatus
 from orchestrator.config import OrchestratorConfig
+from orchestrator.ledger import GroupLedger
 from orchestrator.roster import Roster, Worker
 from orchestrator.session import Session
 from orchestrator.tally import Tally
@@ -16,6 +17,7 @@ DEAD_LETTERS_SHOWN = 20
 
 def status_of(
     session: Session | None,
+    ledger: GroupLedger,
     tally: Tally,
     roster: Roster,
     config: OrchestratorConfig,
@@ -35,15 +37,15 @@ def status_of(
         newest_version_age_s=(versions.age_s(versions.newest, now) or 0.0) if versions else 0.0,
         max_lag=config.max_lag,
         batch_groups=config.batch_groups,
-        buffered=session.ledger.buffered if session else 0,
-        outstanding=session.ledger.outstanding if session else 0,
-        admitted_limit=session.ledger.admitted_limit(session.versions.newest) if session else 0,
+        buffered=ledger.buffered,
+        outstanding=ledger.outstanding,
+        admitted_limit=ledger.admitted_limit(session.versions.newest) if session else 0,
         trained_groups=step * config.batch_groups,
         lag_p50=tally.lag(0.5),
         lag_p95=tally.lag(0.95),
         lag_max=max(tally.lag_counts, default=0),
         lag_counts=dict(tally.lag_counts),
-        dropped=dict(tally.dropped),
+        dropped=dict(ledger.dropped),
         reward=tally.reward,
         evals=(*tally.evals, *(session.evals.untold if session else ())),
         workers=tuple(
@@ -51,7 +53,7 @@ def status_of(
             for worker in roster
         ),
         uptime_s=now - started,
-        dead_letters=tuple(tally.dead_letters)[-DEAD_LETTERS_SHOWN:],
+        dead_letters=tuple(ledger.dead_letters)[-DEAD_LETTERS_SHOWN:],
         refused=dict(tally.refused),
     )
 

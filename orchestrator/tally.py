@@ -1,13 +1,13 @@
-"""Counts over the life of the orchestrator, and the lag of what was trained."""
+"""Counts over the life of the orchestrator process, and the lag of what was trained."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from async_rl.wire import EvalScore
-from orchestrator.ledger import DEAD_LETTERS_KEPT, Stored
+from orchestrator.ledger import Formed
 
 __all__ = ["Tally", "percentile"]
 
@@ -19,20 +19,18 @@ class Tally:
     """A trainer that takes over does not reset it."""
 
     def __init__(self) -> None:
-        self.dropped: Counter[str] = Counter()  # groups, by reason
         self.refused: Counter[str] = Counter()  # messages and groups that were not accepted, by reason
-        self.dead_letters: deque[tuple[str, str]] = deque(maxlen=DEAD_LETTERS_KEPT)
         self.lag_counts: Counter[int] = Counter()  # samples handed to the trainer, by lag
         self.evals: list[EvalScore] = []
         self.reward = math.nan  # mean of the last batch
         self._recent: deque[int] = deque(maxlen=LAG_WINDOW)
 
-    def batch(self, batch: Sequence[Stored], step: int) -> None:
-        lags = [lag for stored in batch for lag in stored.lags(step)]
+    def batch(self, batch: Formed) -> None:
+        lags = [lag for of_group in batch.lags for lag in of_group]
         self.lag_counts.update(lags)
         self._recent.extend(lags)
-        rewards = [sample.reward for stored in batch for sample in stored.group.samples]
-        self.reward = sum(rewards) / len(rewards)
+        rewards = [sample.reward for group in batch.groups for sample in group.samples]
+        self.reward = sum(rewards) / len(rewards) if rewards else math.nan
 
     def lag(self, fraction: float) -> float:
         return percentile(self._recent, fraction)

@@ -1,25 +1,30 @@
-"""Which policy versions this incarnation of the trainer has published, and the optimizer step each one
-holds.
+"""The policy versions as one life of the trainer sees them: the ones that it has published, and how far away every
+other one is.
 
-Lag is counted in steps along one branch of the lineage. Versions of earlier incarnations lie on other
-branches: they are unknown here, so no lease is given for them and no group of theirs is accepted.
+Lag is counted in optimizer steps along the lineage. A version of an earlier incarnation lies on another branch, or on
+what both have in common; from here it looks like one of this branch with the step that gives the same lag.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 
+from async_rl.algo.staleness import Tree, version_lag
+
 __all__ = ["Versions"]
 
 
 class Versions:
-    def __init__(self, version: int, step: int, now: float) -> None:
-        self._step: dict[int, int] = {}
+    """`tree` knows `version`, the first of this life, and every one that is added."""
+
+    def __init__(self, tree: Tree, version: int, now: float) -> None:
+        self._tree = tree
+        self._steps: dict[int, int | None] = {}  # what `step_of` found, until something is added
         self._since: dict[int, float] = {}
         self._order: list[
             int
         ] = []  # ascending: versions and their steps both only grow within an incarnation
-        self.add(version, step, now)
+        self.add(version, now)
 
     @property
     def newest(self) -> int:
@@ -27,27 +32,37 @@ class Versions:
 
     @property
     def newest_step(self) -> int:
-        return self._step[self.newest]
+        return self._tree[self.newest].step
 
-    def add(self, version: int, step: int, now: float) -> bool:
+    def add(self, version: int, now: float) -> bool:
         """True where the version was new."""
-        if version in self._step:
+        self._steps.clear()  # it may be the same policy as one of another branch: then that one is nearer now
+        if version in self._since:
             return False
-        self._step[version] = step
         self._since[version] = now
         insort(self._order, version)
         return True
 
     def step_of(self, version: int) -> int | None:
-        """None: not a version of this incarnation, or not yet published."""
-        return self._step.get(version)
+        """The step that counts for lag. None: not a version of this run, or not yet published."""
+        if version not in self._steps:
+            self._steps[version] = self._count(version)
+        return self._steps[version]
 
     def oldest_at(self, step: int) -> int:
-        """The oldest version that holds at least `step` optimizer steps, else the newest."""
-        at = bisect_left(self._order, step, key=self._step.__getitem__)
+        """The oldest version of this life that holds at least `step` optimizer steps, else the newest."""
+        at = bisect_left(self._order, step, key=lambda version: self._tree[version].step)
         return self._order[min(at, len(self._order) - 1)]
 
     def age_s(self, version: int, now: float) -> float | None:
         """Seconds since we heard that the version was committed."""
         since = self._since.get(version)
         return None if since is None else now - since
+
+    def _count(self, version: int) -> int | None:
+        if version > self.newest:
+            return None
+        try:
+            return -version_lag(self._tree, version, self.newest, 0)
+        except KeyError:
+            return None

@@ -11,6 +11,7 @@ from async_rl.envs.base import EnvironmentConfig
 from async_rl.wire import Array, Group, Key, Prompt, Sample
 from orchestrator.config import EvalConfig, OrchestratorConfig, SamplingConfig
 from orchestrator.control import Control
+from orchestrator.spool import MemoryJournal
 
 VOCAB = 50
 TRAINER = b"trainer:1"
@@ -57,7 +58,7 @@ def train_key(ordinal):
 class Play:
     """A Control and a clock that a test moves. Outgoing messages are kept per peer until taken."""
 
-    def __init__(self, *, environment=None, evaluation=None, group_size=2, seed=7, **config):
+    def __init__(self, *, environment=None, evaluation=None, group_size=2, seed=7, journal=None, **config):
         defaults = {
             "batch_groups": 2,
             "max_lag": 1,
@@ -68,6 +69,7 @@ class Play:
         }
         self.now = 1000.0
         self.mail: dict[bytes, list] = {}
+        self.journal = journal or MemoryJournal()
         self.control = Control(
             environment=environment or Counting(),
             environment_config=EnvironmentConfig(name="counting", args={"to": 9}),
@@ -77,6 +79,7 @@ class Play:
             seed=seed,
             lease_ids=itertools.count(100),
             now=self.now,
+            journal=self.journal,
         )
 
     # ---- in

@@ -21,7 +21,7 @@ from msgspec import Struct
 
 from async_rl.algo.advantages import group_advantages
 from async_rl.algo.packing import TrainSample
-from async_rl.algo.staleness import Node, sample_lag, span_lags, version_lag
+from async_rl.algo.staleness import Node, Tree, sample_lag, span_lags, version_lag
 from async_rl.errors import (
     AsyncRLError,
     Corrupt,
@@ -56,43 +56,56 @@ _CHECK_S = 5.0
 
 
 class Lineage:
-    """The tree of versions as far as it is needed: `nodes`, and `newest`, the version on our own branch."""
+    """The tree of versions as far as it is needed: `nodes`, and `newest`, the version on our own branch.
+
+    `now`: the one of them that the lags of a batch are counted from, the same on every rank."""
 
     def __init__(self) -> None:
-        self.nodes: dict[int, Node] = {}
+        self.nodes = Tree()
         self.newest = -1
+        self.pinned = -1  # set when a batch is handed out
 
-    def committed(self, version: int, parent: int, step: int) -> None:
-        self.nodes[version] = Node(parent, step)
+    @property
+    def now(self) -> int:
+        return self.pinned if self.pinned >= 0 else self.newest
+
+    def committed(self, version: int, parent: int, step: int, digest: str = "") -> None:
+        self.nodes.add(version, Node(parent, step, digest))
         self.newest = version
 
     def connect(self, version: int, store: ObjectStore) -> bool:
-        """Read from the store what is missing between `version` and `newest` (after a resume, groups may
+        """Read from the store what is missing between `version` and `now` (after a resume, groups may
         have been sampled on the branch before). False for a version that does not exist or is not of this
         tree."""
         while True:
             try:
-                version_lag(self.nodes, version, self.newest, 0)
+                version_lag(self.nodes, version, self.now, 0)
                 return True
             except KeyError as error:
                 missing = error.args[0]
             if not isinstance(missing, int) or missing < 0:
                 return False
-            try:
-                manifest = read_manifest(store, missing)
-            except (NotFound, Corrupt) as error:
-                log.warning(
-                    "a sample names a version that can't be read", version=missing, reason=error.message
-                )
+            if not self.look_up(missing, store):
                 return False
-            self.nodes[missing] = Node(manifest.parent, manifest.step)
+
+    def look_up(self, version: int, store: ObjectStore) -> bool:
+        """Read a version of the tree from the store. False where it can't be read."""
+        if version in self.nodes:
+            return True
+        try:
+            manifest = read_manifest(store, version)
+        except (NotFound, Corrupt) as error:
+            log.warning("a version can't be read", version=version, reason=error.message)
+            return False
+        self.nodes.add(version, Node(manifest.parent, manifest.step, manifest.digest))
+        return True
 
 
 class _Told(Struct, frozen=True):
     """What rank 0 tells the others at the end of a slice."""
 
     frame: bytes = b""  # of the Batch; empty: still waiting
-    nodes: dict[int, tuple[int, int]] = {}  # versions that are new to them: parent, step
+    nodes: dict[int, tuple[int, int, str]] = {}  # versions that are new to them: parent, step, digest
     newest: int = -1
     failure: Report | None = None
 
@@ -126,6 +139,8 @@ class BatchFeed:
         self._ours = Lookout(check_ours, _CHECK_S)
         self._catch_up = catch_up
         self._told: set[int] = set()  # versions all ranks know
+        self.resumable = 0
+        """The oldest step that a later trainer may resume from; the orchestrator keeps what it would need."""
 
     def next(self, step: int) -> Batch | None:
         """The batch for step `step`; None when any rank was asked to stop. Raises WaitTimeout after the
@@ -145,8 +160,8 @@ class BatchFeed:
                 if self._link is None:
                     # Not on rank 0: what it told is older than what its publisher's thread has committed since.
                     for version, node in told.nodes.items():
-                        self._lineage.nodes[version] = Node(*node)
-                    self._lineage.newest = told.newest
+                        self._lineage.nodes.add(version, Node(*node))
+                    self._lineage.newest = self._lineage.pinned = told.newest
                 batch = decode(told.frame, limit=MAX_BATCH_BYTES)
                 assert isinstance(batch, Batch)
                 return batch
@@ -158,7 +173,9 @@ class BatchFeed:
         last = left <= slice_s  # only then is a picture of the orchestrator worth its price
         try:
             slice_s = min(slice_s, max(left, 0.1))
-            batch = self._link.next_batch(self._incarnation, step, slice_s, explain=last)
+            batch = self._link.next_batch(
+                self._incarnation, step, slice_s, resumable=self.resumable, explain=last
+            )
             return self._tell(batch)
         except WaitTimeout as error:
             if not last:
@@ -182,12 +199,12 @@ class BatchFeed:
 
     def _tell(self, batch: Batch) -> _Told:
         assert self._store is not None
-        newest = (
-            self._lineage.newest
-        )  # read once: the publisher's thread may commit the next version meanwhile
+        # Read once: the publisher's thread may commit the next version meanwhile.
+        newest = self._lineage.pinned = self._lineage.newest
         for version in _versions(batch):
             self._lineage.connect(version, self._store)
-        nodes = {v: (n.parent, n.step) for v, n in list(self._lineage.nodes.items()) if v not in self._told}
+        known = list(self._lineage.nodes.items())
+        nodes = {v: (n.parent, n.step, n.digest) for v, n in known if v not in self._told}
         self._told.update(nodes)
         return _Told(frame=encode(batch), nodes=nodes, newest=newest)
 
@@ -225,8 +242,9 @@ def prepare(batch: Batch, lineage: Lineage, *, step: int, max_lag: int, vocab_si
     prepared = Prepared()
     for group in batch.groups:
         try:
-            samples, lags = _prepare_group(group, lineage, step, vocab_size)
-            reason = "trainer_lag" if max(lags) > max_lag else ""
+            samples, lags = _prepare_group(group, lineage, step, vocab_size, batch.replayed)
+            # What an earlier life of ours has trained in this step was admitted then.
+            reason = "trainer_lag" if max(lags) > max_lag and not batch.replayed else ""
             detail = f"lag {max(lags)} over the limit of {max_lag}"
         except KeyError as error:
             reason, detail = "trainer_version", f"version {error} is not of this run's tree"
@@ -247,14 +265,21 @@ def prepare(batch: Batch, lineage: Lineage, *, step: int, max_lag: int, vocab_si
 
 
 def _prepare_group(
-    group: Group, lineage: Lineage, step: int, vocab_size: int
+    group: Group, lineage: Lineage, step: int, vocab_size: int, replayed: bool
 ) -> tuple[list[TrainSample], list[int]]:
-    """Raises KeyError for an unknown version, ValueError or Malformed for what can't be trained."""
+    """A step that is repeated has the lags that it had: the policies of the branch before come again, one by
+    one, so each is as far away as it was then.
+
+    Raises KeyError for an unknown version, ValueError or Malformed for what can't be trained."""
     advantages = group_advantages([sample.reward for sample in group.samples])
     prompt_P = group.prompt.numpy()
     samples, lags = [], []
     for sample, advantage in zip(group.samples, advantages.tolist(), strict=True):
-        by_span = span_lags(_spans(sample), lineage.nodes, lineage.newest, step)
+        spans = _spans(sample)
+        if replayed:
+            by_span = [(step - lineage.nodes[version].step, tokens) for version, tokens in spans]
+        else:
+            by_span = span_lags(spans, lineage.nodes, lineage.now, step)
         train = TrainSample(
             prompt_P=prompt_P,
             tokens_C=sample.tokens.numpy(),

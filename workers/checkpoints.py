@@ -37,7 +37,16 @@ from async_rl.weights.ranks import Report
 from workers.learner import OptimizerRows
 from workers.process_group import RankGroup
 
-__all__ = ["Checkpoint", "Progress", "choose", "list_committed", "prune", "restore", "save"]
+__all__ = [
+    "Checkpoint",
+    "Progress",
+    "choose",
+    "list_committed",
+    "prune",
+    "restore",
+    "resumable_step",
+    "save",
+]
 
 log = get_logger(__name__)
 
@@ -57,6 +66,7 @@ class Progress(Struct, frozen=True):
     incarnation: int
     frontier: int  # next prompt ordinal
     updates: int  # of the optimizer; the warm-up goes by it
+    open: tuple[int, ...] = ()  # prompt ordinals below the frontier that no step so far has used
 
 
 class TableRef(Struct, frozen=True):
@@ -214,6 +224,11 @@ def _commit(store: ObjectStore, checkpoint: Checkpoint) -> Checkpoint:
             ) from error
         return found
     return checkpoint
+
+
+def resumable_step(store: ObjectStore) -> int:
+    """The oldest step that --resume can go back to; 0 where there is no checkpoint."""
+    return min((int(name.partition("-")[2]) for name in list_committed(store)), default=0)
 
 
 def prune(store: ObjectStore, keep: int, newest: str) -> None:

@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import msgspec
 import torch
 from msgspec import Struct
 
@@ -51,6 +52,10 @@ from workers.settings import ModelConfig, TrainerConfig
 __all__ = ["run_rank"]
 
 log = get_logger(__name__)
+
+VERSIONS_TOLD = 8
+"""Before the first one of this trainer: its predecessor may have ended between a version's commit and the word
+about it to the orchestrator, and workers serve what is committed."""
 
 
 def run_rank(
@@ -101,7 +106,9 @@ def run_rank(
             )
         )
         progress = _begin(bucket, group, learner, publisher, start, trainer)
-        attached = from_rank0(lambda: _attach(link, start, progress, learner.vocab_size), Attached)
+        attached = from_rank0(
+            lambda: _attach(link, bucket, lineage, start, progress, learner.vocab_size), Attached
+        )
         feed = BatchFeed(
             group,
             link,
@@ -114,7 +121,7 @@ def run_rank(
             catch_up=publisher.catch_up,
         )
         metrics = stack.enter_context(MetricsFile(Path(trainer.out) if group.rank == 0 else None))
-        saver = _Saver(bucket, group, learner, publisher, trainer, start)
+        saver = _Saver(bucket, group, learner, publisher, feed, trainer, start)
         progress = _train(
             group, learner, publisher, feed, lineage, saver, metrics, trainer, attached, progress
         )
@@ -143,7 +150,7 @@ def _train(
     progress: Progress,
 ) -> Progress:
     """Steps until the last one or a stop; where the run is then."""
-    step, version, frontier = progress.step, progress.version, progress.frontier
+    step, version = progress.step, progress.version
     refused_in_a_row = refused = 0
     while step < trainer.steps:
         clock = _Stopwatch()
@@ -167,14 +174,14 @@ def _train(
 
         # A refused step is a step all the same: its groups are consumed, or a replay would meet them for
         # ever.
-        step, frontier = step + 1, batch.frontier
+        step += 1
         refused_in_a_row = 0 if applied else refused_in_a_row + 1
         refused += not applied
         if step % trainer.publish_every == 0 or step == trainer.steps:
             publisher.publish(step)
         version = publisher.newest
         clock.lap("publish")
-        progress = Progress(step, version, batch.incarnation, frontier, learner.updates)
+        progress = Progress(step, version, batch.incarnation, batch.frontier, learner.updates, batch.open)
         if saver.due(step):
             saver.save(progress, last=step == trainer.steps)
         clock.lap("checkpoint")
@@ -208,13 +215,20 @@ class _Saver:
         group: RankGroup,
         learner: Learner,
         publisher: Publisher,
+        feed: BatchFeed,
         trainer: TrainerConfig,
         start: _Start,
     ) -> None:
         self._store, self._group, self._learner, self._publisher = store, group, learner, publisher
-        self._trainer, self._fingerprint = trainer, start.run.fingerprint
+        self._feed, self._trainer, self._fingerprint = feed, trainer, start.run.fingerprint
         self._parent = start.checkpoint.name if start.checkpoint else ""
         self._saved_step = start.checkpoint.progress.step if start.checkpoint else -1
+        self._look()
+
+    def _look(self) -> None:
+        """Tell the feed how far back a trainer after us may have to go."""
+        if self._group.rank == 0:
+            self._feed.resumable = checkpoints.resumable_step(self._store)
 
     def due(self, step: int) -> bool:
         every = self._trainer.checkpoint_every
@@ -230,13 +244,7 @@ class _Saver:
         try:
             # The checkpoint names its version as the parent of the next: it must exist.
             self._publisher.flush(step=progress.step)
-            progress = Progress(
-                progress.step,
-                self._publisher.committed,
-                progress.incarnation,
-                progress.frontier,
-                progress.updates,
-            )
+            progress = msgspec.structs.replace(progress, version=self._publisher.committed)
             saved = checkpoints.save(
                 self._store,
                 self._group,
@@ -253,6 +261,7 @@ class _Saver:
         self._parent, self._saved_step = saved.name, progress.step
         if self._group.rank == 0:
             checkpoints.prune(self._store, self._trainer.keep_checkpoints, saved.name)
+        self._look()
 
 
 # ---------------------------------------------------------------- beginning
@@ -265,6 +274,7 @@ class _Start(Struct, frozen=True):
     claim: Claim
     checkpoint: Checkpoint | None
     parent_version: int  # of the first version to publish; -1 for a new run
+    anew: bool  # --resume never: the run begins again
 
 
 def _take_run(store: ObjectStore, model_dir: Path, learner: Learner, resume: str) -> _Start:
@@ -284,7 +294,7 @@ def _take_run(store: ObjectStore, model_dir: Path, learner: Learner, resume: str
     checkpoint = checkpoints.choose(store, resume, run.fingerprint)
     # Without one it is the initial weights again: a new branch from the root.
     parent = checkpoint.progress.version if checkpoint else min(list_versions(store), default=-1)
-    return _Start(run, claimed, checkpoint, parent)
+    return _Start(run, claimed, checkpoint, parent, resume == "never")
 
 
 def _begin(
@@ -296,21 +306,33 @@ def _begin(
     trainer: TrainerConfig,
 ) -> Progress:
     """Restore the checkpoint, if any, and publish where we are, so that everybody is on our branch."""
-    step = updates = frontier = 0
+    progress = Progress(0, -1, start.claim.incarnation, 0, 0)
     if start.checkpoint is not None:
         checkpoints.restore(store, start.checkpoint, group.rank, learner.rows())
-        step, updates = start.checkpoint.progress.step, start.checkpoint.progress.updates
-        frontier = start.checkpoint.progress.frontier
-        learner.restored(updates)
-        log.info("resumed", checkpoint=start.checkpoint.name, step=step)
-    publisher.publish(step)
+        progress = start.checkpoint.progress
+        learner.restored(progress.updates)
+        log.info("resumed", checkpoint=start.checkpoint.name, step=progress.step)
+    publisher.publish(progress.step)
     publisher.flush()
-    return Progress(step, publisher.committed, start.claim.incarnation, frontier, updates)
+    return msgspec.structs.replace(
+        progress, version=publisher.committed, incarnation=start.claim.incarnation
+    )
 
 
-def _attach(link: TrainerLink | None, start: _Start, progress: Progress, vocab_size: int) -> Attached:
+def _attach(
+    link: TrainerLink | None,
+    store: ObjectStore,
+    lineage: Lineage,
+    start: _Start,
+    progress: Progress,
+    vocab_size: int,
+) -> Attached:
     """Rank 0: take the run at the orchestrator."""
     assert link is not None
+    node = lineage.nodes[progress.version]
+    for version in range(max(0, progress.version - VERSIONS_TOLD), progress.version):
+        lineage.look_up(version, store)
+    known = [(v, *lineage.nodes[v]) for v in sorted(lineage.nodes) if v < progress.version]
     attached = link.attach(
         Attach(
             protocol=PROTOCOL,
@@ -322,6 +344,12 @@ def _attach(link: TrainerLink | None, start: _Start, progress: Progress, vocab_s
             version_step=progress.step,
             vocab_size=vocab_size,
             frontier=progress.frontier,
+            open=progress.open,
+            parent=node.parent,
+            digest=node.digest,
+            origin=start.checkpoint.progress.incarnation if start.checkpoint else -1,
+            known=tuple(known),
+            anew=start.anew,
         )
     )
     log.info("attached to the orchestrator", max_lag=attached.max_lag, batch_groups=attached.batch_groups)
@@ -332,9 +360,11 @@ def _announce(
     manifest: Manifest, lineage: Lineage, link: TrainerLink | None, upkeep: Upkeep | None
 ) -> None:
     """A version is committed (rank 0, in the publisher's thread)."""
-    lineage.committed(manifest.version, manifest.parent, manifest.step)
+    lineage.committed(manifest.version, manifest.parent, manifest.step, manifest.digest)
     if link is not None:
-        link.published(manifest.incarnation, manifest.version, manifest.step)
+        link.published(
+            manifest.incarnation, manifest.version, manifest.step, manifest.parent, manifest.digest
+        )
     if upkeep is not None:
         upkeep.committed(manifest)
 

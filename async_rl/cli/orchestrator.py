@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import click
@@ -37,5 +38,11 @@ def command(run_file: Path, overrides: tuple[str, ...], address_file: Path | Non
         config=config.orchestrator,
         evaluation=config.eval,
         seed=config.run.seed,
+        spool=_spool(config.orchestrator.spool, config.trainer.out, config.run.store),
         address_file=address_file,
     )
+
+
+def _spool(folder: str, out: str, store: str) -> Path:
+    """Runs that share trainer.out, as it is by default, do not share a spool."""
+    return Path(folder or Path(out) / f"spool-{hashlib.sha256(store.encode()).hexdigest()[:8]}")

@@ -58,6 +58,10 @@ class Listener(Protocol):
         """The next message and the identity of its sender. Never raises for what a peer sent."""
         ...
 
+    def recv_now(self) -> tuple[bytes, AnyMessage | Malformed] | None:
+        """The next message if it is here already. Not while a `recv` waits."""
+        ...
+
     async def send(self, peer: bytes, message: AnyMessage) -> None:
         """To one peer; dropped where it is gone or its queue is full. Raises Malformed over the size
         limit."""

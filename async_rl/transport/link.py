@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import zmq
@@ -128,15 +128,19 @@ class TrainerLink:
             hint="is it running, and is this its address and port?",
         )
 
-    def next_batch(self, incarnation: int, step: int, timeout_s: float, *, explain: bool = True) -> Batch:
+    def next_batch(
+        self, incarnation: int, step: int, timeout_s: float, *, resumable: int = 0, explain: bool = True
+    ) -> Batch:
         """The groups of step `step`. Asked again, the same answer. Raises errors.Refused and WaitTimeout.
+
+        `resumable`: the oldest step that a later trainer may resume from.
 
         Without `explain` the WaitTimeout comes at once and says only what was awaited: for one slice of a
         longer wait."""
         with self._lock:
             self._where(step=step)
         batch = self._request(
-            NextBatch(incarnation, step),
+            NextBatch(incarnation, step, resumable),
             Batch,
             lambda answer: (answer.incarnation, answer.step) == (incarnation, step),
             time.monotonic() + timeout_s,
@@ -145,13 +149,15 @@ class TrainerLink:
             explain=explain,
         )
         with self._lock:
-            self._where(frontier=batch.frontier)
+            self._where(frontier=batch.frontier, open=batch.open)
         return batch
 
-    def published(self, incarnation: int, version: int, step: int) -> None:
+    def published(
+        self, incarnation: int, version: int, step: int, parent: int = -1, digest: str = ""
+    ) -> None:
         """Tell that a version is committed. Never waits. The newest is told again with every later
         request."""
-        self._unsent.append(Published(incarnation, version, step))
+        self._unsent.append(Published(incarnation, version, step, parent, digest))
         if self._lock.acquire(
             timeout=2 * _SLICE_S
         ):  # else a request is waiting, and will send it in its next slice
@@ -252,7 +258,7 @@ class TrainerLink:
                 hint="run the same version of async-rl on both sides",
             ) from error
 
-    def _where(self, **now: int) -> None:
+    def _where(self, **now: Any) -> None:
         """Where the trainer is, for attaching again to a restarted orchestrator."""
         if self._attach is not None:
             self._attach = msgspec.structs.replace(self._attach, **now)
@@ -262,7 +268,12 @@ class TrainerLink:
         while self._unsent and self._attach is not None:
             published = self._unsent.popleft()
             if published.version > self._attach.version:
-                self._where(version=published.version, version_step=published.step)
+                self._where(
+                    version=published.version,
+                    version_step=published.step,
+                    parent=published.parent,
+                    digest=published.digest,
+                )
             self._line.send(published)
 
     def _say_where(self, *, again: bool, attaching: bool) -> None:
@@ -272,7 +283,9 @@ class TrainerLink:
         if here is not None and not attaching:
             if again:
                 self._line.send(here)
-            self._line.send(Published(here.incarnation, here.version, here.version_step))
+            self._line.send(
+                Published(here.incarnation, here.version, here.version_step, here.parent, here.digest)
+            )
 
 
 def _describe(status: Status) -> str:

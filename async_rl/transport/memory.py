@@ -75,12 +75,19 @@ class MemoryListener:
         return self._address
 
     async def recv(self) -> tuple[bytes, AnyMessage | Malformed]:
-        sender, frames = await self._exchange.incoming.get()
+        return self._taken(*await self._exchange.incoming.get())
+
+    def _taken(self, sender: MemoryDialer, frames: Sequence[bytes]) -> tuple[bytes, AnyMessage | Malformed]:
         sender.room.release()
         try:
             return sender.identity, message_of(frames, self._max_bytes)
         except Malformed as error:
             return sender.identity, error
+
+    def recv_now(self) -> tuple[bytes, AnyMessage | Malformed] | None:
+        if self._exchange.incoming.empty():
+            return None
+        return self._taken(*self._exchange.incoming.get_nowait())
 
     async def send(self, peer: bytes, message: AnyMessage) -> None:
         frame = frame_of(message, MAX_BATCH_BYTES)

@@ -52,6 +52,7 @@ class ZmqListener:
             self._socket.close(0)
             self._context.term()
             raise _bind_error(address, error) from error
+        self._plain: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket.underlying)
         self._address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
     @property
@@ -59,7 +60,16 @@ class ZmqListener:
         return self._address
 
     async def recv(self) -> tuple[bytes, AnyMessage | Malformed]:
-        peer, *frames = await self._socket.recv_multipart()
+        return self._taken(await self._socket.recv_multipart())
+
+    def recv_now(self) -> tuple[bytes, AnyMessage | Malformed] | None:
+        try:
+            return self._taken(self._plain.recv_multipart(zmq.NOBLOCK))
+        except zmq.Again:
+            return None
+
+    def _taken(self, parts: list[bytes]) -> tuple[bytes, AnyMessage | Malformed]:
+        peer, *frames = parts
         try:
             return peer, message_of(frames, self._max_bytes)
         except Malformed as error:

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from async_rl.algo.staleness import Node, Tree
 from async_rl.errors import EngineError, Refused, StoreUnavailable
 from async_rl.store import open_store
 from async_rl.transport.memory import MemoryNetwork
@@ -133,7 +134,7 @@ async def test_a_lease_becomes_a_group_that_the_orchestrator_accepts(world):
         credit = await w.orchestrator.expect(Credit)
         assert credit == Credit(capacity=8, version=0)  # 32 sequences, groups of 4
         done = await w.fulfil(lease(3))
-        versions = Versions(0, 0, 0.0)
+        versions = Versions(Tree({0: Node(-1, 0)}), 0, 0.0)
         result = examine(done.group, Requirements(4, 12, w.trainer.run.vocab_size, (0.0, 1.0)), versions)
         assert not isinstance(result, Fault), result
         assert done.group.worker == "w1" and done.group.generate_s > 0

@@ -227,7 +227,15 @@ def test_a_port_that_is_taken_is_named(tmp_path, s3_url, tiny_model):
     with LocalRun(tmp_path / "first", s3_url + "-first", tiny_model) as holder:
         holder.fleet.start(
             "orchestrator",
-            [sys.executable, "-m", "async_rl", "orchestrator", str(run.run_file)],
+            [
+                sys.executable,
+                "-m",
+                "async_rl",
+                "orchestrator",
+                str(run.run_file),
+                "--set",
+                "orchestrator.spool=own",
+            ],
             log_path=tmp_path / "holder.log",
         )
         holder.wait("the port to be taken", lambda: run.status() is not None, 60.0)

@@ -9,6 +9,8 @@ import pytest
 from async_rl.wire import LeaseProgress
 from orchestrator.config import OrchestratorConfig
 from orchestrator.ledger import FAILURES_IN_A_ROW, GroupLedger
+from orchestrator.records import Took, Version
+from orchestrator.spool import MemoryJournal
 from orchestrator.versions import Versions
 from tests.orchestration import group, train_key
 
@@ -23,25 +25,35 @@ def ledger_of(*, step=0, frontier=0, version=0, **config):
         "max_attempts": 2,
         "straggler_hold_s": 5.0,
     }
-    versions = Versions(version, step, NOW)
     settings = OrchestratorConfig(**{**defaults, **config})
-    return GroupLedger(settings, versions, itertools.count(), step=step, frontier=frontier), versions
+    ledger = GroupLedger(settings, MemoryJournal(), itertools.count())
+    for each in range(version + 1):
+        ledger.publish(Version(each, each - 1, step - (version - each), ""))
+    ledger.take(Took(1, step, -1, frontier, (), False))
+    ledger.versions = Versions(ledger.tree, version, NOW)
+    return ledger, ledger.versions
+
+
+def publish(ledger, version, step):
+    ledger.publish(Version(version, ledger.versions.newest, step, ""))
+    ledger.versions.add(version, NOW)
 
 
 def lease_all(ledger, version=0, worker="w1", now=NOW):
     return list(iter(lambda: ledger.lease(worker, version, now), None))
 
 
-def deliver(ledger, held, *, rewards=(0.0, 1.0), steps=None, now=NOW):
+def deliver(ledger, held, *, rewards=(0.0, 1.0), versions=None, now=NOW):
     made = group(held.key, rewards=list(rewards))
-    return ledger.deliver(held.lease, held.worker, made, steps or (held.step, held.step), now)
+    served = tuple((version,) for version in versions or (held.version, held.version))
+    return ledger.deliver(held.lease, held.worker, made, served, now)
 
 
 @pytest.mark.parametrize("max_lag", [0, 1, 3])
 def test_a_worker_gets_leases_for_max_lag_more_steps_than_its_version_has(max_lag):
-    ledger, versions = ledger_of(max_lag=max_lag, batch_groups=4)
+    ledger, _ = ledger_of(max_lag=max_lag, batch_groups=4)
     assert len(lease_all(ledger)) == (0 + max_lag + 1) * 4
-    versions.add(1, 2, NOW)
+    publish(ledger, 1, step=2)
     assert len(lease_all(ledger, version=1)) == 2 * 4
     assert lease_all(ledger, version=0) == [], (
         "a worker on an old version gets nothing beyond its own limit"
@@ -50,7 +62,6 @@ def test_a_worker_gets_leases_for_max_lag_more_steps_than_its_version_has(max_la
 
 def test_a_worker_that_serves_an_unknown_version_gets_nothing():
     ledger, _ = ledger_of(version=5, step=3)
-    assert ledger.lease("w1", 4, NOW) is None, "of an earlier incarnation"
     assert ledger.lease("w1", 6, NOW) is None, "not published yet"
     assert ledger.lease("w1", 5, NOW) is not None
 
@@ -65,7 +76,7 @@ def test_prompts_are_leased_in_order_from_the_frontier():
     "end",
     [
         lambda ledger, held: deliver(ledger, held, rewards=(1.0, 1.0)),
-        lambda ledger, held: deliver(ledger, held, steps=(-5, 0)),
+        lambda ledger, held: deliver(ledger, held, versions=(99, 0)),
         lambda ledger, held: [ledger.fail(held.lease, "w1", "x", NOW), _fail_again(ledger)],
     ],
     ids=["filtered", "too old", "given up"],
@@ -156,15 +167,15 @@ def test_leasing_slows_down_when_everything_fails_and_recovers_with_the_first_su
 
 
 def test_a_batch_takes_the_oldest_groups_first():
-    ledger, versions = ledger_of(max_lag=2)
+    ledger, _ = ledger_of(max_lag=2)
     old = lease_all(ledger)
-    versions.add(1, 1, NOW)
+    publish(ledger, 1, step=1)
     young = lease_all(ledger, version=1)
     for held in [*young, *old[:1]]:
         deliver(ledger, held)
     batch = ledger.form_batch(NOW)
-    assert [stored.group.key for stored in batch] == [old[0].key, young[0].key]
-    assert [stored.lags(3) for stored in batch] == [(3, 3), (2, 2)]
+    assert [group.key for group in batch.groups] == [old[0].key, young[0].key]
+    assert batch.lags == ((0, 0), (-1, -1))
 
 
 def test_a_batch_of_too_few_groups_is_never_formed():
@@ -176,31 +187,31 @@ def test_a_batch_of_too_few_groups_is_never_formed():
 
 
 def test_the_lag_of_a_group_is_that_of_its_oldest_sample():
-    ledger, versions = ledger_of(step=3, version=3, max_lag=1)
-    versions.add(4, 4, NOW)
+    ledger, _ = ledger_of(step=3, version=3, max_lag=1)
+    publish(ledger, 4, step=4)
     held = ledger.lease("w1", 4, NOW)
-    assert deliver(ledger, held, steps=(4, 1)).outcome == "lag"
+    assert deliver(ledger, held, versions=(4, 1)).outcome == "lag"
     held = ledger.lease("w1", 4, NOW)
-    assert deliver(ledger, held, steps=(4, 2)).outcome == "stored"
+    assert deliver(ledger, held, versions=(4, 2)).outcome == "stored"
 
 
 def test_what_grows_too_old_in_the_buffer_is_dropped_when_the_step_moves():
-    ledger, versions = ledger_of(max_lag=0)
-    versions.add(1, 1, NOW)
+    ledger, _ = ledger_of(max_lag=0)
+    publish(ledger, 1, step=1)
     for held in lease_all(ledger, version=1):
-        deliver(ledger, held, steps=(0, 0))
+        deliver(ledger, held, versions=(0, 0))
     assert ledger.buffered == 4
     ledger.form_batch(NOW)
     assert ledger.buffered == 0 and ledger.dropped["lag"] == 2
 
 
 def test_a_full_batch_is_held_for_a_straggler_that_would_be_too_old_for_the_next():
-    ledger, versions = ledger_of(max_lag=1)
+    ledger, _ = ledger_of(max_lag=1)
     straggler, _, third, fourth = lease_all(ledger)
     deliver(ledger, third)
     deliver(ledger, fourth)
     ledger.form_batch(NOW)
-    versions.add(1, 1, NOW)
+    publish(ledger, 1, step=1)
     for held in lease_all(ledger, version=1, worker="w2"):
         deliver(ledger, held, now=NOW + 10)
     ready = ledger.readiness(NOW + 14.9)
@@ -210,7 +221,7 @@ def test_a_full_batch_is_held_for_a_straggler_that_would_be_too_old_for_the_next
     assert not ledger.readiness(NOW + 11).ready, "another of the same age is still out"
     ledger.worker_left("w1", "gone", counted=True)
     assert ledger.readiness(NOW + 11).ready, "nobody to wait for"
-    assert ledger.form_batch(NOW + 11)[0].group.key == straggler.key
+    assert ledger.form_batch(NOW + 11).groups[0].key == straggler.key
 
 
 def test_nobody_waits_for_a_lease_that_is_too_old_already_or_can_wait_itself():
@@ -231,4 +242,5 @@ def test_filtering_can_be_switched_off():
 def test_keys_that_were_never_issued_are_not_settled():
     ledger, _ = ledger_of(frontier=10)
     lease_all(ledger)
-    assert not ledger.settled(train_key(9)) and not ledger.settled(train_key(50))
+    assert not ledger.settled(train_key(50)) and not ledger.settled(train_key(10)), "leased, not delivered"
+    assert ledger.settled(train_key(9)), "the checkpoint says that a step has used it"

@@ -12,6 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from orchestrator.config import OrchestratorConfig
 from orchestrator.ledger import GroupLedger
+from orchestrator.records import Took, Version
+from orchestrator.spool import MemoryJournal
 from orchestrator.versions import Versions
 from tests.orchestration import group
 
@@ -25,8 +27,10 @@ class LedgerMachine(RuleBasedStateMachine):
             batch_groups=batch, max_lag=max_lag, straggler_hold_s=hold_s, lease_s=20.0, max_attempts=2
         )
         self.now = 0.0
-        self.versions = Versions(0, 0, 0.0)
-        self.ledger = GroupLedger(self.config, self.versions, itertools.count(), step=0, frontier=0)
+        self.ledger = GroupLedger(self.config, MemoryJournal(), itertools.count())
+        self.ledger.publish(Version(0, -1, 0, ""))
+        self.ledger.take(Took(1, 0, -1, 0, (), False))
+        self.versions = self.ledger.versions = Versions(self.ledger.tree, 0, 0.0)
         self.served = dict.fromkeys((*WORKERS, "fast", "good"), 0)  # policy version
         self.given = []  # every lease that was ever given
         self.delivered = {}  # key -> outcome of its accepted group
@@ -99,7 +103,7 @@ class LedgerMachine(RuleBasedStateMachine):
             held.lease,
             held.worker,
             group(key, rewards=rewards),
-            (held.step, newest_step(self, newest)),
+            ((held.version,), (max(newest, held.version),)),
             self.now,
         )
         assert key not in self.delivered, "one group was taken twice"
@@ -144,16 +148,18 @@ class LedgerMachine(RuleBasedStateMachine):
         if not self.ledger.readiness(self.now).ready:
             return
         batch = self.ledger.form_batch(self.now)
-        assert len(batch) == self.config.batch_groups
+        assert len(batch.groups) == self.config.batch_groups
         assert self.ledger.next_step == step + 1
-        for stored in batch:
-            assert max(stored.lags(step)) <= self.config.max_lag, "a group over the lag limit was trained"
-            assert self.delivered[stored.group.key] == "stored"
-            assert stored.group.key not in self.trained, "a group was trained twice"
-            self.trained.append(stored.group.key)
+        for made, lags in zip(batch.groups, batch.lags, strict=True):
+            assert max(lags) <= self.config.max_lag, "a group over the lag limit was trained"
+            assert self.delivered[made.key] == "stored"
+            assert made.key not in self.trained, "a group was trained twice"
+            self.trained.append(made.key)
 
     def publish(self):
-        self.versions.add(self.versions.newest + 1, self.ledger.next_step, self.now)
+        newest = self.versions.newest
+        self.ledger.publish(Version(newest + 1, newest, self.ledger.next_step, ""))
+        self.versions.add(newest + 1, self.now)
 
     def note(self, failures):
         self.given_up |= {failure.key for failure in failures if failure.given_up}
@@ -203,12 +209,6 @@ class LedgerMachine(RuleBasedStateMachine):
             raise AssertionError(f"no batch: {self.ledger.readiness(self.now).reason}")
         self.take_batch()
         self.every_prompt_is_in_exactly_one_place()
-
-
-def newest_step(machine, version):
-    step = machine.versions.step_of(version)
-    assert step is not None
-    return step
 
 
 LedgerMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)

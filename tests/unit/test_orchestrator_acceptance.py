@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 
+import hypothesis.strategies as st
 import msgspec
+import numpy as np
 import pytest
+from hypothesis import given
 
+from async_rl.algo.staleness import Node, Tree
 from async_rl.wire import Array
-from orchestrator.acceptance import Fault, Requirements, examine
+from orchestrator.acceptance import Fault, Requirements, examine, explain, quick
 from orchestrator.versions import Versions
 from tests.orchestration import VOCAB, group, sample, train_key
 
@@ -17,8 +21,8 @@ NEED = Requirements(samples=2, max_tokens=8, vocab_size=VOCAB, reward_range=(0.0
 
 @pytest.fixture
 def versions():
-    made = Versions(4, 10, 0.0)
-    made.add(5, 12, 0.0)
+    made = Versions(Tree({4: Node(-1, 10), 5: Node(4, 12)}), 4, 0.0)
+    made.add(5, 0.0)
     return made
 
 
@@ -30,16 +34,16 @@ def good(**changes):
     return sample(4, **changes)
 
 
-def test_a_good_group_gives_the_oldest_step_of_each_sample(versions):
-    assert examine(of(good(), good(spans=((5, 4),))), NEED, versions) == (10, 12)
-    assert examine(of(good(spans=((4, 1), (5, 3))), good(reward=0.0)), NEED, versions) == (10, 10)
+def test_a_good_group_gives_the_versions_that_sampled_each_sample(versions):
+    assert examine(of(good(), good(spans=((5, 4),))), NEED, versions) == ((4,), (5,))
+    assert examine(of(good(spans=((4, 1), (5, 3))), good(reward=0.0)), NEED, versions) == ((4, 5), (4,))
 
 
 def test_a_token_outside_the_mask_may_be_anything_the_policy_did_not_sample(versions):
     tool = good(
         length=12, mask=Array.of([1] * 4 + [0] * 8, "|u1"), logprobs=Array.of([-1.0] * 4 + [0.0] * 8, "<f4")
     )
-    assert examine(of(tool, good()), NEED, versions) == (10, 10)
+    assert examine(of(tool, good()), NEED, versions) == ((4,), (4,))
 
 
 BAD = {
@@ -102,4 +106,49 @@ def test_spans_that_would_overflow_a_sum_in_32_bits_are_refused(versions):
 def test_a_group_that_measures_a_version_must_not_be_older(versions):
     need = msgspec.structs.replace(NEED, oldest_version=5)
     assert examine(of(good(), good()), need, versions).code == "version"
-    assert examine(of(*[good(spans=((5, 4),))] * 2), need, versions) == (12, 12)
+    assert examine(of(*[good(spans=((5, 4),))] * 2), need, versions) == ((5,), (5,))
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_the_quick_look_lets_nothing_pass_that_is_wrong(name, versions):
+    assert quick(BAD[name][0], NEED, versions) is None
+
+
+numbers = st.lists(
+    st.sampled_from([-2, -1, 0, 1, 2, 3, 4, 5, 6, 8, 9, VOCAB - 1, VOCAB, 2**31 - 1]), max_size=10
+)
+floats = st.lists(
+    st.sampled_from([-np.inf, -1e30, -1.0, -0.0, 0.0, 9e-5, 2e-4, 1.0, np.nan, np.inf]), max_size=10
+)
+
+
+@st.composite
+def samples(draw):
+    """Right in most things, so that each rule is the one that decides."""
+    made = good(reward=draw(st.sampled_from([0.0, 1.0, 1.0, 1.0 + 1e-7, -0.1, math.nan])))
+    changes = {
+        "tokens": lambda: Array.of(draw(numbers), "<i4"),
+        "logprobs": lambda: Array.of(draw(floats), "<f4"),
+        "mask": lambda: Array.of(draw(st.lists(st.integers(0, 2), max_size=10)), "|u1"),
+        "spans": lambda: Array.of(draw(numbers), "<i4"),
+        "text": lambda: "",
+    }
+    kind = draw(st.sampled_from([*changes, "text", "all lengths"]))
+    if kind == "all lengths":
+        length = draw(st.integers(0, 10))
+        return sample(4, length=length, spans=((4, max(1, length)),))
+    return msgspec.structs.replace(made, **{kind: changes[kind]()})
+
+
+@given(st.lists(samples(), min_size=1, max_size=3), st.sampled_from([[1, 2], [], [-1], [VOCAB]]))
+def test_the_quick_look_says_what_the_rules_say(drawn, prompt):
+    versions = Versions(Tree({4: Node(-1, 10), 5: Node(4, 12)}), 4, 0.0)
+    versions.add(5, 0.0)
+    made = of(*drawn, prompt=Array.of(prompt, "<i4"))
+    found, said = quick(made, NEED, versions), explain(made, NEED, versions)
+    if found is not None:
+        assert found == said
+    elif not isinstance(said, Fault):
+        assert any(sample.reward > 1.0 or sample.reward < 0.0 for sample in drawn), (
+            "only rounding of rewards"
+        )

@@ -343,22 +343,27 @@ def test_a_newer_incarnation_takes_over_and_the_older_gets_nothing_more():
     fill(play, w1, 1)
     kept = play.leases(w1)
     new = b"trainer:2"
-    (attached,) = play.attach(incarnation=2, step=5, version=9, version_step=5, frontier=3, peer=new)
+    (attached,) = play.attach(
+        incarnation=2, step=5, version=9, version_step=5, parent=0, frontier=3, peer=new
+    )
     assert isinstance(attached, wire.Attached)
-    cancel, announce = play.take(w1)
-    assert set(cancel.leases) == {lease.lease for lease in kept} and announce == wire.Announce(9, 5)
+    cancel, announce, *_ = play.take(w1)
+    used = {lease.lease for lease in kept if lease.key.ordinal < 3}
+    assert set(cancel.leases) == used, "what the checkpoint has used" and announce == wire.Announce(9, 5)
     for message in (wire.NextBatch(1, 0), wire.Published(1, 1, 1), wire.Finish(1, 0)):
         (refused,) = play.say(TRAINER, message)
         assert not refused.retry and "incarnation 2" in refused.reason
     (refused,) = play.attach(incarnation=1)
     assert not refused.retry
-    (nack,) = play.deliver(w1, kept[0])
-    assert isinstance(nack, wire.Nack), "a group of the old branch"
     status = play.status()
-    assert (status.step, status.buffered, status.outstanding, status.newest_version) == (5, 0, 0, 9)
-    assert status.workers[0].lag == -1, "its version lies on another branch"
+    assert (status.step, status.buffered, status.outstanding, status.newest_version) == (5, 0, 1, 9)
+    assert status.workers[0].lag == 5, "its version is the one that the new branch grew from"
+    (ack,) = play.deliver(w1, kept[0])
+    assert isinstance(ack, wire.Ack), "of a step that is done"
+    (late,) = play.deliver(w1, kept[2])
+    assert isinstance(late, wire.Ack) and play.status().dropped == {"lag": 1}
     leases = [each for each in play.beat(w1, version=9) if isinstance(each, wire.Lease)]
-    assert [lease.key.ordinal for lease in leases] == [3, 4, 5, 6]
+    assert [lease.key.ordinal for lease in leases] == [4, 5, 6, 7]
     assert leases[0].oldest_version == 9
     play.ask(5, incarnation=2, peer=new)
     for lease in leases[:2]:

@@ -46,7 +46,7 @@ class Running:
         ready.set()
         play = Play(**self.settings)
         play.control._started = time.monotonic()
-        await serve(listener, play.control, stop=self.stopped)
+        await serve(listener, play.control, play.journal, stop=self.stopped)
         await listener.close()
 
     def stop(self):

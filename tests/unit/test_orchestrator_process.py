@@ -33,7 +33,7 @@ try:
     run_orchestrator(
         environment=Counting(), environment_config=EnvironmentConfig(), sampling=SamplingConfig(),
         config=OrchestratorConfig(bind=sys.argv[1]), evaluation=EvalConfig(), seed=0,
-        address_file=pathlib.Path(sys.argv[2]),
+        spool=pathlib.Path(sys.argv[2]).with_name("spool"), address_file=pathlib.Path(sys.argv[2]),
     )
 except AsyncRLError as error:
     sys.exit(str(error))

@@ -37,6 +37,7 @@ def test_a_missing_file_ends_the_process_before_it_listens(tmp_path):
             config=OrchestratorConfig(bind="tcp://127.0.0.1:0"),
             evaluation=NO_EVAL,
             seed=0,
+            spool=tmp_path / "spool",
             address_file=tmp_path / "address",
         )
     assert refused.value.hint == "check environment.args.path"

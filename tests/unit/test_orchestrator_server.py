@@ -10,6 +10,7 @@ from async_rl import wire
 from async_rl.transport.memory import MemoryNetwork
 from orchestrator.config import EvalConfig
 from orchestrator.server import serve
+from orchestrator.spool import MemoryJournal
 from tests.orchestration import TRAINER, VOCAB, Play, group, hello
 
 LIMIT_S = 10.0
@@ -63,12 +64,12 @@ async def worker(dialer, name):
 async def test_a_run_from_attach_to_finished():
     network = MemoryNetwork()
     listener = network.bind("memory://orchestrator")
-    control = Play(evaluation=EvalConfig(every=2, prompts=3), max_lag=1).control
+    play = Play(evaluation=EvalConfig(every=2, prompts=3), max_lag=1)
     lags: list[int] = []
     dial = [network.dial(listener.address, name) for name in ("trainer", "w1", "w2")]
     results = await asyncio.wait_for(
         asyncio.gather(
-            serve(listener, control, stop=asyncio.Event()),
+            serve(listener, play.control, play.journal, stop=asyncio.Event()),
             trainer(dial[0], lags),
             worker(dial[1], "w1"),
             worker(dial[2], "w2"),
@@ -86,7 +87,7 @@ async def test_a_run_from_attach_to_finished():
 async def test_the_stop_ends_the_loop_at_once():
     listener = MemoryNetwork().bind()
     stop = asyncio.Event()
-    serving = asyncio.ensure_future(serve(listener, Play().control, stop=stop))
+    serving = asyncio.ensure_future(serve(listener, Play().control, MemoryJournal(), stop=stop))
     await asyncio.sleep(0)
     stop.set()
     await asyncio.wait_for(serving, LIMIT_S)
@@ -102,7 +103,9 @@ async def test_a_run_that_is_finished_is_served_to_its_end_though_the_stop_comes
     play.say(TRAINER, wire.Finish(1, 0))
     stop = asyncio.Event()
     stop.set()
-    serving = asyncio.ensure_future(serve(listener, play.control, clock=lambda: play.now, stop=stop))
+    serving = asyncio.ensure_future(
+        serve(listener, play.control, play.journal, clock=lambda: play.now, stop=stop)
+    )
     back, late = network.dial(listener.address, "back"), network.dial(listener.address, "late")
     for dialer, name in ((late, "w2"), (back, "w3")):
         await dialer.send(hello(name))
@@ -116,7 +119,7 @@ async def test_garbage_from_one_peer_does_not_end_the_loop():
     network = MemoryNetwork()
     listener = network.bind()
     stop = asyncio.Event()
-    serving = asyncio.ensure_future(serve(listener, Play().control, stop=stop))
+    serving = asyncio.ensure_future(serve(listener, Play().control, MemoryJournal(), stop=stop))
     evil, good = network.dial(listener.address, "evil"), network.dial(listener.address, "watcher")
     for frames in ((b"\xff\xfe",), (), (b"", b"")):
         await evil.send_frames(*frames)

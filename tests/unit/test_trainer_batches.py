@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -121,10 +122,32 @@ def test_a_behaviour_probability_of_zero_is_trained():
 
 def test_groups_of_the_branch_before_a_resume_count_the_way_back_and_forward(tmp_path: Path):
     lineage = Lineage()
-    lineage.nodes |= {0: Node(-1, 0), 1: Node(0, 1), 2: Node(1, 2), 3: Node(1, 1)}
+    for version, node in {0: Node(-1, 0), 1: Node(0, 1), 2: Node(1, 2), 3: Node(1, 1)}.items():
+        lineage.nodes.add(version, node)
     lineage.committed(4, 3, 2)  # resumed at step 1: versions 3 and 4
     result = prepared(a_batch((a_sample(1.0, spans=[2, 3]), a_sample(spans=[4, 3]))), lineage=lineage)
     assert result.lags == [2, 0]
+
+
+def test_a_step_that_is_repeated_has_the_lags_that_it_had_and_is_not_dropped():
+    """Whether the version that is equal to the old one has been committed yet must make no difference."""
+    lineage = Lineage()
+    for version, node in {0: Node(-1, 0), 1: Node(0, 1), 2: Node(1, 2)}.items():
+        lineage.nodes.add(version, node)
+    lineage.committed(3, 0, 0)  # resumed at step 0
+    batch = a_batch((a_sample(1.0, spans=[1, 2, 2, 1]), a_sample(spans=[2, 3])))
+    assert prepared(batch, lineage=lineage, max_lag=1).dropped == {"trainer_lag": 1}
+    again = prepared(msgspec.structs.replace(batch, replayed=True), lineage=lineage, max_lag=1)
+    assert again.lags == [1, 0] and again.dropped == {}
+
+
+def test_lags_are_counted_from_the_version_that_was_pinned_with_the_batch():
+    """A newer one may be equal to a version of another branch, of which less is known."""
+    lineage = a_lineage()
+    lineage.pinned = 2
+    lineage.nodes.add(9, Node(8, 3, "same"))  # of another branch: 8 was never asked for
+    lineage.committed(10, 2, 3, "same")
+    assert prepared(a_batch((a_sample(1.0), a_sample())), lineage=lineage).lags == [1, 1]
 
 
 def test_what_the_store_does_not_hold_connects_to_nothing(tmp_path: Path):
@@ -147,7 +170,7 @@ def test_a_version_committed_while_a_batch_is_handed_out_stays_the_newest(monkey
         stopping=lambda: False,
     )
     assert feed.next(6) is not None
-    assert lineage.newest == 6
+    assert lineage.newest == 6 and lineage.now == 5, "all ranks count from the one that was told"
 
 
 def test_a_trainer_that_waits_for_batches_in_vain_hears_that_it_was_replaced(monkeypatch):

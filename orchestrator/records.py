@@ -1,0 +1,172 @@
+"""What the orchestrator writes down, as it happens. Read again in order, it is where it was.
+
+    Opened        which run this is
+    Took          a trainer took the run, at a step                       durable
+    Version       a policy version is committed
+    Leased        a prompt went to a worker
+    Returned      and came back without a group
+    Arrived       a group: from its Ack on it can't be lost               durable
+    Settled       a prompt that will not be trained, and why              durable
+    Assigned      the groups of one step, before they leave               durable
+    Resumable     what lies before this step can't be asked for again
+    Snapshot      all of the state but the groups, at the head of each file
+
+A durable record is on disk before anything that follows from it is sent. The others may lag behind: losing the
+last of them costs a lease that is given twice, never a group.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+from msgspec import Raw, Struct
+
+from async_rl.errors import Malformed
+from async_rl.wire import Group
+
+__all__ = [
+    "DURABLE",
+    "Arrived",
+    "Assigned",
+    "Leased",
+    "LeasedPrompt",
+    "Opened",
+    "Record",
+    "Resumable",
+    "Returned",
+    "Settled",
+    "Snapshot",
+    "Took",
+    "Version",
+    "decode_record",
+    "encode_group",
+    "encode_record",
+    "group_of",
+]
+
+
+class Opened(Struct, frozen=True, array_like=True, tag="opened"):
+    run: str
+    fingerprint: str
+
+
+class Took(Struct, frozen=True, array_like=True, tag="took"):
+    """See wire.Attach, where these come from."""
+
+    incarnation: int
+    step: int
+    origin: int
+    frontier: int
+    open: tuple[int, ...]
+    anew: bool
+
+
+class Version(Struct, frozen=True, array_like=True, tag="version"):
+    version: int
+    parent: int
+    step: int
+    digest: str
+
+
+class Leased(Struct, frozen=True, array_like=True, tag="leased"):
+    lease: int
+    ordinal: int
+    worker: str
+    version: int  # that the worker served then
+
+
+class Returned(Struct, frozen=True, array_like=True, tag="returned"):
+    lease: int
+    counted: bool  # as a failed attempt
+    final: bool  # no late result will come
+
+
+class Arrived(Struct, frozen=True, array_like=True, tag="arrived"):
+    lease: int
+    ordinal: int
+    versions: tuple[tuple[int, ...], ...]  # [samples]: the policies that sampled each one
+    hash: bytes  # of the group's encoding
+    group: Raw  # a wire.Group
+
+
+class Settled(Struct, frozen=True, array_like=True, tag="settled"):
+    ordinal: int
+    reason: str  # no_signal, lag, failed
+    detail: str = ""
+    hash: bytes = b""  # of the group, where there was one
+
+
+class Assigned(Struct, frozen=True, array_like=True, tag="assigned"):
+    incarnation: int
+    step: int
+    ordinals: tuple[int, ...]  # in the order in which they are trained
+    frontier: int  # these three as wire.Batch tells them
+    open: tuple[int, ...]
+    replayed: bool = False
+
+
+class Resumable(Struct, frozen=True, array_like=True, tag="resumable"):
+    step: int
+
+
+class LeasedPrompt(Struct, frozen=True, array_like=True):
+    """A prompt that still needs a group."""
+
+    ordinal: int
+    failures: int
+    grants: dict[int, str]  # lease: worker, of every lease whose result may still come
+    held: int = -1  # the lease that runs; -1: none
+    version: int = -1  # of it
+
+
+class Snapshot(Struct, frozen=True, array_like=True, tag="snapshot"):
+    run: str
+    fingerprint: str
+    incarnation: int
+    next_step: int
+    frontier: int
+    resumable: int
+    level_at: int
+    sources: dict[int, tuple[int, int]]
+    assigned: tuple[Assigned, ...]
+    replay: tuple[Assigned, ...]
+    prompts: tuple[LeasedPrompt, ...]
+    versions: tuple[Version, ...]
+    dropped: dict[str, int]
+    given_up: tuple[int, ...]
+    dead_letters: tuple[tuple[str, str], ...]
+
+
+Record: TypeAlias = (
+    Opened | Took | Version | Leased | Returned | Arrived | Settled | Assigned | Resumable | Snapshot
+)
+DURABLE = (Took, Arrived, Settled, Assigned)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
+_groups: msgspec.msgpack.Decoder[Group] = msgspec.msgpack.Decoder(Group)
+
+
+def encode_record(record: Record) -> bytes:
+    return _encoder.encode(record)
+
+
+def decode_record(data: bytes | memoryview) -> Record:
+    """Raises Malformed."""
+    try:
+        return _decoder.decode(data)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise Malformed(f"not a record of a spool: {error}") from error
+
+
+def encode_group(group: Group) -> bytes:
+    return _encoder.encode(group)
+
+
+def group_of(record: Arrived) -> Group:
+    """Raises Malformed."""
+    try:
+        return _groups.decode(record.group)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise Malformed(f"not a group: {error}") from error

@@ -1,0 +1,334 @@
+"""The orchestrator's disk: records in the order in which they happened, in files of some size.
+
+    spool/lock            held by the one orchestrator that may write here
+    spool/00000007.log    records 0..: header (magic, length, checksums), body; the first one is a Snapshot
+    spool/00000008.log    the newest is appended to
+
+`append` only remembers, `commit` writes everything since the last commit with one write and one fsync (group
+commit): what must not be lost is committed before anybody is told. A file is deleted when no group in it can be
+asked for again.
+
+A record cut short at the very end was never committed, and is cut off. A damaged one in the middle (its checksum
+says so) is passed over, loudly and counted: its prompt is simply leased again.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import struct
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from async_rl.errors import ConfigError, Corrupt, Malformed, StoreUnavailable
+from async_rl.log import get_logger
+from orchestrator.records import DURABLE, Record, Snapshot, decode_record, encode_record
+
+__all__ = ["Journal", "MemoryJournal", "Place", "Spool"]
+
+log = get_logger(__name__)
+
+MAGIC = b"aRL1"
+_HEADER = struct.Struct(
+    "<4sIII"
+)  # magic, length of the body, CRC-32 of the body, CRC-32 of the 12 bytes before
+SEGMENT_BYTES = 64 << 20
+LOCK_LIMIT_S = 20.0
+"""An orchestrator that was asked to stop may take some seconds to let go."""
+FULL_PAUSE_S = 1.0
+
+
+class Place(NamedTuple):
+    """Where a record's body lies."""
+
+    segment: int
+    offset: int
+    size: int
+
+
+class Journal(Protocol):
+    where: str
+    """For people."""
+
+    def append(self, record: Record) -> Place: ...
+
+    def read(self, place: Place) -> Record:
+        """Raises Corrupt where the bytes are not those that were written."""
+        ...
+
+    @property
+    def pending(self) -> bool:
+        """Whether something waits for a commit before it may be acted on."""
+        ...
+
+    def commit(self) -> None: ...
+
+    def due(self) -> bool:
+        """Whether a new file should be begun, with a Snapshot."""
+        ...
+
+    def begin(self, snapshot: Snapshot) -> None: ...
+
+    def keep_from(self, segment: int) -> None:
+        """No record in an older file is needed any more."""
+        ...
+
+
+class MemoryJournal:
+    """The twin without a disk, for tests: what is written can be read again, and replayed."""
+
+    where = "memory"
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+        self._bodies: list[bytes] = []
+
+    def append(self, record: Record) -> Place:
+        self._bodies.append(encode_record(record))
+        self.records.append(record)
+        return Place(0, len(self._bodies) - 1, len(self._bodies[-1]))
+
+    def read(self, place: Place) -> Record:
+        return decode_record(self._bodies[place.offset])
+
+    @property
+    def pending(self) -> bool:
+        return False
+
+    def commit(self) -> None:
+        pass
+
+    def due(self) -> bool:
+        return False
+
+    def begin(self, snapshot: Snapshot) -> None:
+        raise NotImplementedError("a journal in memory is one file")
+
+    def keep_from(self, segment: int) -> None:
+        pass
+
+    def replay(self) -> Iterator[tuple[Record, Place]]:
+        for offset, body in enumerate(list(self._bodies)):
+            yield decode_record(body), Place(0, offset, len(body))
+
+
+class Spool:
+    """Not thread-safe: `commit` may run in a thread while nothing else is called.
+
+    Raises ConfigError where the folder can't be used or another orchestrator holds it.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        fsync: bool = True,
+        segment_bytes: int = SEGMENT_BYTES,
+        lock_limit_s: float = LOCK_LIMIT_S,
+    ) -> None:
+        self._folder = folder
+        self.where = str(folder)
+        self._fsync = fsync
+        self._segment_bytes = segment_bytes
+        self.damaged = 0
+        """Records that were passed over."""
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._lock = _locked(folder / "lock", lock_limit_s)
+        except OSError as error:
+            raise ConfigError(
+                f"the spool {folder} can't be used: {error.strerror}",
+                hint="set orchestrator.spool to a folder on a local disk that this user may write",
+            ) from error
+        self._segments = sorted(int(path.stem) for path in folder.glob("*.log") if path.stem.isdigit())
+        self._file = -1
+        self._segment = 0
+        self._size = 0  # of the newest file, what is pending included
+        self._pending: list[bytes] = []
+        self._written = 0  # of the newest file
+        self._dirty = False  # something durable is pending
+
+    # ---------------------------------------------------------------- at the start
+
+    def replay(self) -> Iterator[tuple[Record, Place]]:
+        """Every record, oldest first. To be read to its end before anything is appended."""
+        for segment in self._segments:
+            yield from self._replay_file(segment, last=segment == self._segments[-1])
+        if self._segments:
+            self._open(self._segments[-1])
+
+    def _replay_file(self, segment: int, last: bool) -> Iterator[tuple[Record, Place]]:
+        path = self._path(segment)
+        data = path.read_bytes()
+        at = 0
+        while at < len(data):
+            found = _next_record(data, at)
+            if found is None:
+                break
+            start, size, whole = found
+            if start > at:
+                self._damage(path, at, f"{start - at} bytes are no record")
+            end = start + _HEADER.size + size
+            if end > len(data):
+                at = start
+                break
+            body = memoryview(data)[start + _HEADER.size : end]
+            at = end
+            try:
+                if not whole:
+                    raise Malformed("its checksum differs")
+                record = decode_record(body)
+            except Malformed as error:
+                self._damage(path, start, error.message)
+                continue
+            yield record, Place(segment, start + _HEADER.size, size)
+        if at < len(data):
+            if last:
+                log.info("the last write before the end was not complete: cut off", file=path.name, at=at)
+                os.truncate(path, at)
+            else:
+                self._damage(path, at, f"{len(data) - at} bytes at the end are no record")
+
+    def _damage(self, path: Path, at: int, what: str) -> None:
+        self.damaged += 1
+        log.error("a damaged record in the spool is passed over", file=str(path), byte=at, reason=what)
+
+    # ---------------------------------------------------------------- writing
+
+    def append(self, record: Record) -> Place:
+        body = encode_record(record)
+        place = Place(self._segment, self._size + _HEADER.size, len(body))
+        head = _HEADER.pack(MAGIC, len(body), zlib.crc32(body), 0)[:-4]
+        self._pending += (head, zlib.crc32(head).to_bytes(4, "little"), body)
+        self._size += _HEADER.size + len(body)
+        self._dirty = self._dirty or isinstance(record, DURABLE)
+        return place
+
+    @property
+    def pending(self) -> bool:
+        return self._dirty
+
+    def commit(self) -> None:
+        """Everything appended is on disk. Raises StoreUnavailable where the disk is full (and can be called again:
+        nothing is lost), OSError where it fails otherwise: then what is on disk is not known."""
+        self._write_pending()
+        if self._dirty and self._fsync:
+            os.fdatasync(self._file)
+        self._dirty = False
+
+    def _write_pending(self) -> None:
+        if self._pending:
+            data = memoryview(b"".join(self._pending))
+            done = self._written - (self._size - len(data))  # of an attempt before
+            while done < len(data):
+                try:
+                    wrote = os.pwrite(self._file, data[done:], self._written)
+                except OSError as error:
+                    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                        raise
+                    raise StoreUnavailable(
+                        f"the disk of the spool {self._folder} is full",
+                        hint="make room: until then nothing is acknowledged, and nothing is lost",
+                    ) from error
+                done += wrote
+                self._written += wrote
+            self._pending.clear()
+
+    def read(self, place: Place) -> Record:
+        if place.segment == self._segment and place.offset + place.size > self._written:
+            self._write_pending()
+        with self._path(place.segment).open("rb") as file:
+            head = os.pread(file.fileno(), _HEADER.size, place.offset - _HEADER.size)
+            body = os.pread(file.fileno(), place.size, place.offset)
+        if len(head) < _HEADER.size or head[8:12] != zlib.crc32(body).to_bytes(4, "little"):
+            raise Corrupt(
+                f"a record of {place.size} bytes at {place.offset} in {self._path(place.segment)} is damaged",
+                hint="check the disk; the group is lost, its prompt is asked again if it still counts",
+            )
+        return decode_record(body)
+
+    # ---------------------------------------------------------------- files
+
+    def due(self) -> bool:
+        return self._size == 0 or self._size >= self._segment_bytes
+
+    def begin(self, snapshot: Snapshot) -> None:
+        """A new file, that begins with `snapshot`."""
+        if self._segment:
+            self.commit()
+            os.close(self._file)
+        segment = self._segment + 1
+        self._path(segment).touch()
+        self._segments.append(segment)
+        self._open(segment)
+        self.append(snapshot)
+        self._dirty = True
+        self.commit()
+        self._sync_folder()
+
+    def keep_from(self, segment: int) -> None:
+        gone = [each for each in self._segments if each < min(segment, self._segment)]
+        for each in gone:
+            self._path(each).unlink(missing_ok=True)
+            self._segments.remove(each)
+
+    def close(self) -> None:
+        if self._file >= 0:
+            try:
+                self.commit()
+            finally:
+                os.close(self._file)
+                self._file = -1
+        os.close(self._lock)
+
+    def _open(self, segment: int) -> None:
+        self._file = os.open(self._path(segment), os.O_RDWR)
+        self._segment = segment
+        self._size = self._written = os.fstat(self._file).st_size
+
+    def _path(self, segment: int) -> Path:
+        return self._folder / f"{segment:08}.log"
+
+    def _sync_folder(self) -> None:
+        if self._fsync:
+            folder = os.open(self._folder, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+
+
+def _next_record(data: bytes, at: int) -> tuple[int, int, bool] | None:
+    """Start, size of the body, and whether the body is right, of the first record at or after `at`."""
+    while (start := data.find(MAGIC, at)) >= 0:
+        head = data[start : start + _HEADER.size]
+        if len(head) < _HEADER.size:
+            return None
+        _, size, body_crc, head_crc = _HEADER.unpack(head)
+        if zlib.crc32(head[:-4]) == head_crc:
+            body = memoryview(data)[start + _HEADER.size : start + _HEADER.size + size]
+            return start, size, zlib.crc32(body) == body_crc
+        at = start + 1
+    return None
+
+
+def _locked(path: Path, limit_s: float) -> int:
+    """The open lock file. Raises ConfigError after the limit."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    deadline = time.monotonic() + limit_s
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                os.close(file)
+                raise ConfigError(
+                    f"another orchestrator holds the spool {path.parent}",
+                    hint="stop it, or give this run a folder of its own: orchestrator.spool",
+                ) from None
+            time.sleep(0.1)

@@ -1,0 +1,221 @@
+"""The ledger through lives of the orchestrator and of the trainer, in every order that hypothesis can think of. What
+must hold is checked from a log that the test keeps itself.
+
+An imagined trainer trains batches, publishes, writes checkpoints, is killed, and resumes from any checkpoint that is
+kept. Its weights are a function of what it has trained, so equal histories have equal digests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections import Counter
+from dataclasses import dataclass, field
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from orchestrator.config import OrchestratorConfig
+from orchestrator.ledger import GroupLedger
+from orchestrator.records import Took, Version
+from orchestrator.spool import MemoryJournal
+from orchestrator.versions import Versions
+from tests.orchestration import group
+
+WORKERS = ("w1", "w2")
+
+
+@dataclass
+class Checkpoint:
+    incarnation: int
+    step: int
+    frontier: int
+    open: tuple[int, ...]
+    history: tuple[tuple[int, ...], ...]
+    version: int
+
+
+@dataclass
+class Trainer:
+    incarnation: int
+    history: list[tuple[int, ...]] = field(default_factory=list)  # ordinals, by step: what survives
+    frontier: int = 0
+    open: tuple[int, ...] = ()
+    version: int = 0
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(repr(self.history).encode()).hexdigest()[:16]
+
+
+class Lives(RuleBasedStateMachine):
+    @initialize(batch=st.integers(1, 3), max_lag=st.integers(0, 3))
+    def start(self, batch, max_lag):
+        self.config = OrchestratorConfig(
+            batch_groups=batch, max_lag=max_lag, straggler_hold_s=0.0, lease_s=20.0, max_attempts=2
+        )
+        self.now, self.newest = 0.0, -1
+        self.journal = MemoryJournal()
+        self.leases = itertools.count(1)
+        self.ledger = GroupLedger(self.config, self.journal, self.leases)
+        self.ledger.open("run", "model")
+        self.acknowledged: set[int] = set()
+        self.dropped: dict[int, str] = {}
+        self.checkpoints: list[Checkpoint] = []
+        self.trainer = Trainer(0)
+        self.served = dict.fromkeys(WORKERS, 0)
+        self.attach(Trainer(1), parent=-1, took=Took(1, 0, -1, 0, (), False))
+
+    # ---------------------------------------------------------------- the trainer
+
+    def attach(self, trainer, parent, took):
+        self.trainer = trainer
+        self.newest += 1
+        trainer.version = self.newest
+        self.ledger.publish(Version(self.newest, parent, len(trainer.history), trainer.digest))
+        self.ledger.take(took)
+        self.versions = self.ledger.versions = Versions(self.ledger.tree, self.newest, self.now)
+
+    @rule()
+    def the_trainer_trains_and_publishes(self):
+        if not self.ledger.readiness(self.now).ready:
+            return
+        step = len(self.trainer.history)
+        before = Counter(self.ledger.dropped)
+        buffered = {key.ordinal for key in self.ledger._buffer}
+        formed = self.ledger.form_batch(self.now)
+        ordinals = tuple(made.key.ordinal for made in formed.groups)
+        assert ordinals == formed.assigned.ordinals and formed.assigned.step == step
+        assert all(lag <= self.config.max_lag for lags in formed.lags for lag in lags), (
+            "trained though too old"
+        )
+        assert self.ledger.formed(step).groups == formed.groups, "asked again, the same answer"
+        self.trainer.history.append(ordinals)
+        self.trainer.frontier, self.trainer.open = formed.assigned.frontier, formed.assigned.open
+        gone = buffered - {key.ordinal for key in self.ledger._buffer} - set(ordinals)
+        assert len(gone) == self.ledger.dropped["lag"] - before["lag"], "every drop is counted"
+        self.dropped |= dict.fromkeys(gone, "lag")
+        self.publish()
+
+    def publish(self):
+        parent = self.trainer.version
+        self.newest += 1
+        self.trainer.version = self.newest
+        self.ledger.publish(Version(self.newest, parent, len(self.trainer.history), self.trainer.digest))
+        self.versions.add(self.newest, self.now)
+
+    @rule()
+    def the_trainer_writes_a_checkpoint(self):
+        t = self.trainer
+        if t.history:
+            made = Checkpoint(
+                t.incarnation, len(t.history), t.frontier, t.open, tuple(t.history), t.version
+            )
+            self.checkpoints.append(made)
+
+    @precondition(lambda self: self.checkpoints)
+    @rule()
+    def old_checkpoints_are_deleted(self):
+        self.checkpoints = self.checkpoints[-2:]
+        self.ledger.keep_from(min(each.step for each in self.checkpoints))
+
+    @rule(data=st.data())
+    def the_trainer_is_killed_and_resumes(self, data):
+        incarnation = self.trainer.incarnation + 1
+        longest = list(self.trainer.history)
+        if self.checkpoints:
+            # mostly the newest; sometimes an older one, which starts a branch
+            chosen = data.draw(st.sampled_from([self.checkpoints[-1], *self.checkpoints]))
+            took = Took(incarnation, chosen.step, chosen.incarnation, chosen.frontier, chosen.open, False)
+            trainer = Trainer(incarnation, list(chosen.history), chosen.frontier, chosen.open)
+            self.attach(trainer, chosen.version, took)
+        else:
+            if self.ledger.resumable:
+                return
+            self.attach(Trainer(incarnation), 0, Took(incarnation, 0, -1, 0, (), False))
+        mine = self.trainer.history
+        if longest[: len(mine)] == mine:  # the one before had the same past: its steps come again
+            again = [self.ledger._replay[step].ordinals for step in range(len(mine), len(longest))]
+            assert again == longest[len(mine) :]
+
+    # ---------------------------------------------------------------- the orchestrator
+
+    @rule()
+    def the_orchestrator_is_killed_and_restarts(self):
+        before = self.ledger
+        self.ledger = GroupLedger(self.config, self.journal, self.leases)
+        self.ledger.restore(self.journal.replay(), self.now)
+        assert self.ledger.snapshot() == before.snapshot()
+        assert self.ledger._buffer.keys() == before._buffer.keys()
+        assert {(h.lease, h.worker) for h in self.ledger.pool.held} == {
+            (h.lease, h.worker) for h in before.pool.held
+        }
+        self.versions = self.ledger.versions = Versions(self.ledger.tree, self.trainer.version, self.now)
+
+    # ---------------------------------------------------------------- the workers
+
+    @rule(worker=st.sampled_from(WORKERS), most=st.integers(1, 6), updates=st.booleans())
+    def a_worker_gets_leases(self, worker, most, updates):
+        if updates:
+            self.served[worker] = self.versions.newest
+        for _ in range(most):
+            self.ledger.lease(worker, self.served[worker], self.now)
+
+    @rule(data=st.data(), most=st.integers(1, 6), signal=st.sampled_from([True, True, True, False]))
+    def groups_arrive(self, data, most, signal):
+        for _ in range(min(most, self.ledger.outstanding)):
+            held = data.draw(st.sampled_from(sorted(self.ledger.pool.held, key=lambda held: held.lease)))
+            rewards = [0.0, 1.0] if signal else [1.0, 1.0]
+            served = (held.version, max(held.version, self.served[held.worker]))
+            outcome = self.ledger.deliver(
+                held.lease, held.worker, group(held.key, rewards=rewards), (served, served), self.now
+            ).outcome
+            ordinal = held.key.ordinal
+            assert ordinal not in self.acknowledged
+            self.acknowledged.add(ordinal)
+            if outcome != "stored":
+                self.dropped[ordinal] = outcome
+
+    @rule(worker=st.sampled_from(WORKERS))
+    def a_worker_dies(self, worker):
+        for failure in self.ledger.worker_left(worker, "gone", counted=True):
+            if failure.given_up:
+                self.dropped[failure.key.ordinal] = "failed"
+
+    # ---------------------------------------------------------------- what always holds
+
+    @invariant()
+    def the_surviving_history_has_trained_every_group_at_most_once(self):
+        trained = [ordinal for step in self.trainer.history for ordinal in step]
+        assert len(trained) == len(set(trained))
+        assert set(trained) <= self.acknowledged
+
+    @invariant()
+    def every_acknowledged_group_was_trained_or_will_be_or_was_dropped_with_a_count(self):
+        trained = {ordinal for step in self.trainer.history for ordinal in step}
+        buffered = {key.ordinal for key in self.ledger._buffer}
+        coming = {ordinal for each in self.ledger._replay.values() for ordinal in each.ordinals}
+        assert not trained & buffered and not trained & coming and not buffered & coming
+        assert self.acknowledged <= trained | buffered | coming | self.dropped.keys()
+
+    @invariant()
+    def no_prompt_is_lost(self):
+        trained = {ordinal for step in self.trainer.history for ordinal in step}
+        buffered = {key.ordinal for key in self.ledger._buffer}
+        coming = {ordinal for each in self.ledger._replay.values() for ordinal in each.ordinals}
+        pool = {key.ordinal for key in self.ledger.pool}
+        everywhere = trained | buffered | coming | pool | self.dropped.keys()
+        assert set(range(self.ledger.frontier)) <= everywhere
+
+    @invariant()
+    def the_size_of_the_buffer_is_known(self):
+        assert self.ledger.buffered_bytes == sum(each.place.size for each in self.ledger._buffer.values())
+
+    @invariant()
+    def drops_are_counted(self):
+        assert sum(self.ledger.dropped.values()) == len(self.dropped)
+
+
+Lives.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+test_the_ledger_survives_the_ends_of_trainers_and_orchestrators = Lives.TestCase

@@ -1,0 +1,218 @@
+"""The orchestrator's disk: what was committed is there after any end, and what was damaged is told."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import subprocess
+import sys
+
+import msgspec
+import pytest
+
+from async_rl.errors import ConfigError, Corrupt, StoreUnavailable
+from orchestrator.config import OrchestratorConfig
+from orchestrator.ledger import GroupLedger, hash_of
+from orchestrator.records import Arrived, Leased, Snapshot, Took, Version, encode_group, group_of
+from orchestrator.spool import Spool
+from orchestrator.versions import Versions
+from tests.orchestration import group, train_key
+
+NOW = 0.0
+
+
+def arrived(ordinal, n=2):
+    body = encode_group(group(train_key(ordinal), n=n))
+    return Arrived(ordinal, ordinal, ((0,),) * n, hash_of(body), msgspec.Raw(body))
+
+
+def empty_snapshot():
+    return GroupLedger(OrchestratorConfig(), None, itertools.count()).snapshot()  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "spool"
+
+
+def opened(folder, **options):
+    spool = Spool(folder, **options)
+    records = list(spool.replay())
+    if spool.due():
+        spool.begin(empty_snapshot())
+    return spool, records
+
+
+def write(folder, *records):
+    spool, _ = opened(folder)
+    places = [spool.append(record) for record in records]
+    spool.commit()
+    spool.close()
+    return places
+
+
+def newest(folder):
+    return max(folder.glob("*.log"))
+
+
+def test_what_was_committed_is_read_again_in_order(folder):
+    records = [Took(1, 0, -1, 0, (), False), Leased(7, 0, "w1", 0), arrived(0)]
+    places = write(folder, *records)
+    spool, found = opened(folder)
+    assert isinstance(found[0][0], Snapshot) and [record for record, _ in found[1:]] == records
+    assert [place for _, place in found[1:]] == places
+    assert group_of(spool.read(places[2])) == group(train_key(0))
+    spool.close()
+
+
+def test_what_was_not_committed_yet_can_be_read_too(folder):
+    spool, _ = opened(folder)
+    place = spool.append(arrived(3))
+    assert group_of(spool.read(place)).key == train_key(3)
+    assert spool.pending, "it is not on the disk for that"
+    spool.close()
+
+
+@pytest.mark.parametrize("cut", [1, 15, 16, 17, 40])
+def test_a_write_that_was_cut_short_is_cut_off_and_writing_goes_on(folder, cut):
+    write(folder, arrived(0), arrived(1))
+    path = newest(folder)
+    os.truncate(path, path.stat().st_size - cut)
+    spool, found = opened(folder)
+    assert [record.ordinal for record, _ in found[1:]] == [0] and spool.damaged == 0
+    spool.append(arrived(2))
+    spool.commit()
+    spool.close()
+    _, found = opened(folder)
+    assert [record.ordinal for record, _ in found[1:]] == [0, 2]
+
+
+@pytest.mark.parametrize("where", ["head", "body"])
+def test_a_damaged_record_is_passed_over_and_counted(folder, where):
+    _, second, _ = write(folder, arrived(0), arrived(1), arrived(2))
+    path = newest(folder)
+    data = bytearray(path.read_bytes())
+    data[second.offset + (5 if where == "body" else -5)] ^= 1
+    path.write_bytes(data)
+    spool, found = opened(folder)
+    assert [record.ordinal for record, _ in found[1:]] == [0, 2] and spool.damaged == 1
+    with pytest.raises(Corrupt, match="damaged"):
+        spool.read(second)
+
+
+def test_every_cut_and_every_flipped_byte_leaves_a_spool_that_opens(folder):
+    write(folder, arrived(0), arrived(1))
+    path = newest(folder)
+    whole = path.read_bytes()
+    for at in range(0, len(whole), 7):
+        path.write_bytes(whole[:at])
+        Spool(folder).close()
+        flipped = bytearray(whole)
+        flipped[at] ^= 0x40
+        path.write_bytes(flipped)
+        spool = Spool(folder)
+        found = [record.ordinal for record, _ in spool.replay() if isinstance(record, Arrived)]
+        assert set(found) <= {0, 1} and len(found) >= 1
+        spool.close()
+
+
+def test_a_new_file_begins_with_the_state_and_old_ones_go_when_nothing_needs_them(folder):
+    spool, _ = opened(folder, segment_bytes=2000)
+    places = []
+    for ordinal in range(30):
+        places.append(spool.append(arrived(ordinal)))
+        if spool.due():
+            spool.begin(empty_snapshot())
+    assert len(list(folder.glob("*.log"))) > 3
+    needed = places[20]
+    spool.keep_from(needed.segment)
+    assert min(folder.glob("*.log")).stem == f"{needed.segment:08}"
+    assert spool.read(needed).ordinal == 20
+    spool.close()
+    _, found = opened(folder)
+    assert isinstance(found[0][0], Snapshot)
+    assert [r.ordinal for r, _ in found if isinstance(r, Arrived)][-10:] == list(range(20, 30))
+
+
+def test_two_orchestrators_never_write_to_one_spool(folder):
+    spool, _ = opened(folder)
+    with pytest.raises(ConfigError, match="another orchestrator holds the spool"):
+        Spool(folder, lock_limit_s=0.0)
+    spool.close()
+    Spool(folder, lock_limit_s=0.0).close()
+
+
+def test_a_killed_process_lets_go_of_the_spool(folder):
+    script = "import sys, pathlib, os, signal; from orchestrator.spool import Spool; " + (
+        "Spool(pathlib.Path(sys.argv[1])); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    subprocess.run([sys.executable, "-c", script, str(folder)], timeout=60, check=False)
+    Spool(folder, lock_limit_s=0.0).close()
+
+
+def test_a_folder_that_can_not_be_used_is_a_clear_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"can't be used") as refused:
+        Spool(tmp_path / "file" / "spool")
+    assert "orchestrator.spool" in refused.value.hint
+
+
+def test_a_full_disk_loses_nothing_and_is_tried_again(folder, monkeypatch):
+    spool, _ = opened(folder)
+    spool.append(arrived(0))
+    room = [30]
+    write = os.pwrite
+
+    def small_disk(file, data, offset):
+        if not room[0]:
+            raise OSError(errno.ENOSPC, "no space")
+        wrote = write(file, data[: room[0]], offset)
+        room[0] -= wrote
+        return wrote
+
+    monkeypatch.setattr(os, "pwrite", small_disk)
+    for _ in range(2):
+        with pytest.raises(StoreUnavailable, match="is full"):
+            spool.commit()
+        assert spool.pending
+        room[0] = 10
+    monkeypatch.setattr(os, "pwrite", write)
+    spool.append(arrived(1))
+    spool.commit()
+    spool.close()
+    _, found = opened(folder)
+    assert [record.ordinal for record, _ in found[1:]] == [0, 1]
+
+
+def test_a_ledger_on_a_disk_keeps_only_the_files_it_may_need(folder):
+    config = OrchestratorConfig(batch_groups=2, max_lag=1, straggler_hold_s=0.0)
+    spool = Spool(folder, segment_bytes=4000)
+    ledger = GroupLedger(config, spool, itertools.count(1))
+    ledger.restore(spool.replay(), NOW)
+    ledger.open("run", "model")
+    ledger.publish(Version(0, -1, 0, ""))
+    ledger.take(Took(1, 0, -1, 0, (), False))
+    ledger.versions = Versions(ledger.tree, 0, NOW)
+    for step in range(60):
+        while not ledger.readiness(NOW).ready:
+            held = ledger.lease("w1", step, NOW)
+            ledger.deliver(held.lease, "w1", group(held.key), ((step,), (step,)), NOW)
+        ledger.form_batch(NOW)
+        ledger.publish(Version(step + 1, step, step + 1, ""))
+        ledger.versions.add(step + 1, NOW)
+        ledger.keep_from(max(0, step - 10))
+        spool.commit()
+    files = sorted(folder.glob("*.log"))
+    assert int(files[0].stem) > 5 and sum(path.stat().st_size for path in files) < 30_000
+    before = ledger.snapshot()
+    spool.close()
+    spool = Spool(folder)
+    again = GroupLedger(config, spool, itertools.count(1000))
+    again.restore(spool.replay(), NOW)
+    assert again.snapshot() == before
+    again.versions = Versions(again.tree, 60, NOW)
+    assert len(again.formed(59).groups) == 2
+    assert again.take(Took(2, 49, 1, 98 + 4, (98, 99, 100, 101), False)) is not None
+    assert again.replaying == 11, "a resume at the oldest checkpoint has all that it repeats"
+    spool.close()
