@@ -59,8 +59,9 @@ class TrainerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     publish_every: AtLeastOne = 1
     """Steps per policy version."""
     checkpoint_every: Count = 0
-    """Steps per checkpoint; the last step is then always one, and so is a stop by SIGTERM. 0: none at
-    all."""
+    """Steps per checkpoint; the last step is then always one, and so is a stop by SIGTERM. 0: none at all: a trainer
+    that is started again begins with step 0 and repeats every step with the groups that it had. For that the
+    orchestrator keeps all groups on its disk; with checkpoints, those since the oldest one."""
     keep_checkpoints: AtLeastOne = 2
     """Older ones are deleted after each commit."""
 
