@@ -403,7 +403,10 @@ class Control:
     def _answer(self, session: Session, now: float) -> None:
         """The trainer waits for: a full batch, and no straggler (or the end of the hold)."""
         asked = session.asked
-        if asked is None or not session.ledger.readiness(now).ready:
+        if asked is None:
+            return
+        session.ledger.sweep(now)
+        if not session.ledger.readiness(now).ready:
             return
         formed = session.ledger.form_batch(now)
         self._tally.batch(formed)

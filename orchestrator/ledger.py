@@ -135,6 +135,7 @@ class GroupLedger:
         self._pool = PromptPool(LeaseTable(ids, config.lease_s), NEVER)
         self._branches = Branches()
         self._replay: dict[int, Assigned] = {}  # by step: what comes before anything new
+        self._swept = -1  # the step for which the buffer was looked through
         self._level_at = 0  # step of the last version of the branch that is being repeated
         self._level_by = float("-inf")  # when it is not waited for any longer
         self._stored: dict[int, Stored] = {}  # by ordinal: every group that may still be asked for
@@ -308,6 +309,15 @@ class GroupLedger:
         self._write(Arrived(lease, key.ordinal, versions, digest, msgspec.Raw(body)), now)
         return Delivery("stored", obsolete)
 
+    def sweep(self, now: float) -> None:
+        """Drop what has become too old for the next step: once per step, and not while steps are repeated (see
+        `_catching_up`). Before every look whether a batch is ready."""
+        if self._swept == self.next_step or self._replay or self._catching_up(now):
+            return
+        self._swept = self.next_step
+        for stored in [stored for stored in self._buffer.values() if self._too_old(stored)]:
+            self._write(Settled(stored.key.ordinal, "lag", hash=stored.hash), now)
+
     def form_batch(self, now: float) -> Formed:
         """The groups of the next step: those of an earlier life of the trainer, or batch_groups new ones, the oldest
         first. Only when `readiness` says so."""
@@ -328,9 +338,7 @@ class GroupLedger:
             )
         self._write(assigned, now)
         formed = self._formed(assigned)
-        if not self._replay and not self._catching_up(now):
-            for stored in [stored for stored in self._buffer.values() if self._too_old(stored)]:
-                self._write(Settled(stored.key.ordinal, "lag", hash=stored.hash), now)
+        self.sweep(now)
         if self._journal.due():
             self._journal.begin(self.snapshot())
         return formed
@@ -462,7 +470,7 @@ class GroupLedger:
         self._buffered_bytes = sum(stored.place.size for stored in self._buffer.values())
         self.frontier = max(self.frontier, took.frontier)
         self.incarnation, self.next_step = took.incarnation, took.step
-        self._full_since = None
+        self._full_since, self._swept = None, -1
         self._note_full(0.0)
 
     def _apply_settled(self, settled: Settled, now: float) -> None:
@@ -519,7 +527,8 @@ class GroupLedger:
                 self.dropped["damaged"] += 1
                 log.error("a group of a batch can't be read", step=assigned.step, reason=error.message)
                 continue
-            lags.append(tuple(assigned.step - step for step in self._steps(stored)))
+            steps = self._steps_then(stored) if assigned.replayed else self._steps(stored)
+            lags.append(tuple(assigned.step - step for step in steps))
         return Formed(assigned, tuple(groups), tuple(lags))
 
     def _step_of(self, version: int) -> int | None:
@@ -529,6 +538,10 @@ class GroupLedger:
         assert self.versions is not None, "a trainer has attached"
         steps = stored.steps(self.versions)
         return (-NEVER,) if steps is None else steps
+
+    def _steps_then(self, stored: Stored) -> tuple[int, ...]:
+        """For a step that is repeated: as counted on the branch that had it first, whose policies come again."""
+        return tuple(min(self.tree[version].step for version in sample) for sample in stored.versions)
 
     def _too_old(self, stored: Stored) -> bool:
         return self.next_step - min(self._steps(stored)) > self._config.max_lag

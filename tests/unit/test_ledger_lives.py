@@ -79,9 +79,15 @@ class Lives(RuleBasedStateMachine):
 
     @rule()
     def the_trainer_trains_and_publishes(self):
+        step = len(self.trainer.history)
+        before = Counter(self.ledger.dropped)
+        buffered = {key.ordinal for key in self.ledger._buffer}
+        self.ledger.sweep(self.now)
+        gone = buffered - {key.ordinal for key in self.ledger._buffer}
+        assert len(gone) == self.ledger.dropped["lag"] - before["lag"], "every drop is counted"
+        self.dropped |= dict.fromkeys(gone, "lag")
         if not self.ledger.readiness(self.now).ready:
             return
-        step = len(self.trainer.history)
         before = Counter(self.ledger.dropped)
         buffered = {key.ordinal for key in self.ledger._buffer}
         formed = self.ledger.form_batch(self.now)
