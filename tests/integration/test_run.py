@@ -261,7 +261,7 @@ def test_an_environment_that_raises_is_shown_and_loses_nothing(tmp_path, s3_url,
     settings = {
         "environment": {"name": "broken_judge:Environment"},
         "orchestrator": {"max_attempts": 2},
-        "trainer": {"steps": 2, "batch_wait_s": 15.0},
+        "trainer": {"steps": 2, "batch_wait_s": 30.0},
     }
     with LocalRun(tmp_path, s3_url, tiny_model, **settings) as run:
         for folder in ("trainer", "w1"):
