@@ -8,11 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
 from async_rl.algo.losses import LossConfig
 from async_rl.algo.packing import MicroBatch, TrainSample, pack
+from async_rl.store.base import ObjectStore
+from workers import checkpoints
+from workers.checkpoints import Checkpoint, Progress, Snapshot
 from workers.learner import Learner
 from workers.pretrained import hide_broken_media_packages
 from workers.process_group import RankGroup, rank_group
@@ -81,6 +85,23 @@ def share(samples: list[TrainSample], limit: int, group: RankGroup) -> tuple[lis
     """This rank's micro-batches, and the loss tokens of all."""
     tokens = sum(int(np.count_nonzero(sample.mask_C)) for sample in samples)
     return pack(samples, limit, group.size)[group.rank], tokens
+
+
+def save_checkpoint(
+    store: ObjectStore, group: RankGroup, learner: Learner, progress: Progress, parent: str = ""
+) -> Checkpoint:
+    """Collective: what the trainer does in the background, at once."""
+    rows = learner.rows()
+    snapshot = Snapshot(rows)
+    snapshot.take(rows)
+    written = checkpoints.write_rank(store, checkpoints.name_of(progress), group.rank, snapshot)
+    tables = [each.decode() for each in group.gather(written.encode())]
+    made = b""
+    if group.rank == 0:
+        made = msgspec.json.encode(
+            checkpoints.commit(store, progress, tables, fingerprint="f", parent=parent)
+        )
+    return msgspec.json.decode(group.broadcast(made), type=Checkpoint)
 
 
 def gradients(learner: Learner) -> dict[str, torch.Tensor]:

@@ -139,8 +139,11 @@ class BatchFeed:
         self._ours = Lookout(check_ours, _CHECK_S)
         self._catch_up = catch_up
         self._told: set[int] = set()  # versions all ranks know
-        self.resumable = 0
+        self._resumable = 0
+
+    def may_resume_from(self, step: int) -> None:
         """The oldest step that a later trainer may resume from; the orchestrator keeps what it would need."""
+        self._resumable = step
 
     def next(self, step: int) -> Batch | None:
         """The batch for step `step`; None when any rank was asked to stop. Raises WaitTimeout after the
@@ -174,7 +177,7 @@ class BatchFeed:
         try:
             slice_s = min(slice_s, max(left, 0.1))
             batch = self._link.next_batch(
-                self._incarnation, step, slice_s, resumable=self.resumable, explain=last
+                self._incarnation, step, slice_s, resumable=self._resumable, explain=last
             )
             return self._tell(batch)
         except WaitTimeout as error:

@@ -30,13 +30,15 @@ that do not exist, or are not finite, are null.
     mismatch_lag0/kl_k3            over those tokens
     refused                        1 where this step's update was refused as not finite, else 0
     refused/total                  steps refused since the trainer's start
+    checkpoint/late                since the trainer's start: due while the one before was still on its way
+    checkpoint/failed              since the trainer's start: given up, the store was away
 
     time/step_s                    the whole step, and its parts:
     time/wait_batch_s              for a batch from the orchestrator
     time/forward_backward_s
     time/optimizer_s
     time/publish_s                 for a copy of the weights, and up to merge_after_s for the version before
-    time/checkpoint_s              0 or so where none was due
+    time/checkpoint_s              for a copy of the state where one was due, else 0 or so
 
     eval/reward, eval/prompts      mean over a held-out evaluation, and of how many prompts
     eval/version                   measured; `step` is this version's

@@ -59,9 +59,10 @@ class TrainerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     publish_every: AtLeastOne = 1
     """Steps per policy version."""
     checkpoint_every: Count = 0
-    """Steps per checkpoint; the last step is then always one, and so is a stop by SIGTERM. 0: none at all: a trainer
-    that is started again begins with step 0 and repeats every step with the groups that it had. For that the
-    orchestrator keeps all groups on its disk; with checkpoints, those since the oldest one."""
+    """Steps per checkpoint, written in the background; the last step is then always one, and so is a stop by
+    SIGTERM. Each rank keeps a copy of its weights and moments in host memory, 12 bytes per parameter of its own. 0: no
+    checkpoints at all: a trainer that is started again begins with step 0 and repeats every step with the groups that
+    it had. For that the orchestrator keeps all groups on its disk; with checkpoints, those since the oldest one."""
     keep_checkpoints: AtLeastOne = 2
     """Older ones are deleted after each commit."""
 
@@ -78,6 +79,9 @@ class TrainerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Limit on the wait for the orchestrator's first answer."""
     finish_wait_s: Positive = 600.0
     """Limit on the last held-out evaluation and the draining of workers."""
+    checkpoint_wait_s: Positive = 600.0
+    """Limit on the wait for the last checkpoint, at the end and at a stop: 12 bytes per parameter over the ranks'
+    way to the store, with room for a slow one."""
     collective_wait_s: Positive = 300.0
     """Limit on one collective operation between ranks: a rank that died must not hang the others."""
 

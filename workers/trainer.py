@@ -6,11 +6,12 @@
         stats    forward and backward; a step that is not finite is refused before the optimizer
         publish  in the background of the next step; while the version before is on its way, the weights wait
                  for the next publish, or for the wait for a batch
-        checkpoint, metrics
+        checkpoint, in the background too: the loop stands still for a copy of its state in host memory
+        metrics
 
 Rank 0 alone talks to the orchestrator; all ranks write weights and checkpoints. The wait for a batch is the
 only place where the loop stands still for others, and the place where a stop (SIGTERM, Ctrl-C) is heard:
-the step that is running is finished first, then a checkpoint is written.
+the step that is running is finished first, then a checkpoint is written and waited for.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from msgspec import Struct
 from async_rl.algo.losses import LossConfig
 from async_rl.algo.packing import pack
 from async_rl.algo.staleness import summarise
-from async_rl.errors import StoreUnavailable, TrainingError
+from async_rl.errors import TrainingError
 from async_rl.log import get_logger
 from async_rl.store import ObjectStore, StoreConfig, open_store
 from async_rl.transport.link import TrainerLink
@@ -47,6 +48,7 @@ from workers.checkpoints import Checkpoint, Progress
 from workers.learner import Learner, StepStats
 from workers.metrics import MetricsFile
 from workers.process_group import RankGroup, choose_device, rank_group
+from workers.saver import Saver
 from workers.settings import ModelConfig, TrainerConfig
 
 __all__ = ["run_rank"]
@@ -118,10 +120,23 @@ def run_rank(
             limit_s=trainer.batch_wait_s,
             stopping=stopping.is_set,
             check_ours=lambda: check_not_fenced(bucket, start.claim),
-            catch_up=publisher.catch_up,
+            catch_up=lambda step: _between_slices(publisher, saver, step),
+        )
+        saver = stack.enter_context(
+            Saver(
+                bucket,
+                group,
+                trainer,
+                learner.rows,
+                publisher,
+                lineage,
+                fingerprint=start.run.fingerprint,
+                resumed=start.checkpoint,
+                check_ours=lambda: check_not_fenced(bucket, start.claim),
+                on_resumable=feed.may_resume_from,
+            )
         )
         metrics = stack.enter_context(MetricsFile(Path(trainer.out) if group.rank == 0 else None))
-        saver = _Saver(bucket, group, learner, publisher, feed, trainer, start)
         progress = _train(
             group, learner, publisher, feed, lineage, saver, metrics, trainer, attached, progress
         )
@@ -143,7 +158,7 @@ def _train(
     publisher: Publisher,
     feed: BatchFeed,
     lineage: Lineage,
-    saver: _Saver,
+    saver: Saver,
     metrics: MetricsFile,
     trainer: TrainerConfig,
     attached: Attached,
@@ -182,8 +197,7 @@ def _train(
         version = publisher.newest
         clock.lap("publish")
         progress = Progress(step, version, batch.incarnation, batch.frontier, learner.updates, batch.open)
-        if saver.due(step):
-            saver.save(progress, last=step == trainer.steps)
+        saver.step(progress)
         clock.lap("checkpoint")
         line = {
             "step": step,
@@ -193,6 +207,8 @@ def _train(
             **_learner_metrics(stats, learning_rate),
             "refused": int(not applied),
             "refused/total": refused,
+            "checkpoint/late": saver.late,
+            "checkpoint/failed": saver.failed,
             **clock.metrics(),
         }
         metrics.write(line)
@@ -200,68 +216,13 @@ def _train(
             _log_step(line)
         if refused_in_a_row >= trainer.max_refused_steps:
             raise _too_many_refused(refused_in_a_row, step)
-    else:
-        return progress
-    saver.save_on_stop(progress)
+    saver.finish()
     return progress
 
 
-class _Saver:
-    """When a checkpoint is due, and what it needs."""
-
-    def __init__(
-        self,
-        store: ObjectStore,
-        group: RankGroup,
-        learner: Learner,
-        publisher: Publisher,
-        feed: BatchFeed,
-        trainer: TrainerConfig,
-        start: _Start,
-    ) -> None:
-        self._store, self._group, self._learner, self._publisher = store, group, learner, publisher
-        self._feed, self._trainer, self._fingerprint = feed, trainer, start.run.fingerprint
-        self._parent = start.checkpoint.name if start.checkpoint else ""
-        self._saved_step = start.checkpoint.progress.step if start.checkpoint else -1
-        self._look()
-
-    def _look(self) -> None:
-        """Tell the feed how far back a trainer after us may have to go."""
-        if self._group.rank == 0:
-            self._feed.resumable = checkpoints.resumable_step(self._store)
-
-    def due(self, step: int) -> bool:
-        every = self._trainer.checkpoint_every
-        return bool(every) and (step % every == 0 or step == self._trainer.steps)
-
-    def save_on_stop(self, progress: Progress) -> None:
-        if self._trainer.checkpoint_every and progress.step > max(self._saved_step, 0):
-            self.save(progress, last=True)
-
-    def save(self, progress: Progress, *, last: bool) -> None:
-        """Collective. A store that is away costs this checkpoint, not the run, unless it is the last
-        one."""
-        try:
-            # The checkpoint names its version as the parent of the next: it must exist.
-            self._publisher.flush(step=progress.step)
-            progress = msgspec.structs.replace(progress, version=self._publisher.committed)
-            saved = checkpoints.save(
-                self._store,
-                self._group,
-                self._learner.rows(),
-                progress,
-                fingerprint=self._fingerprint,
-                parent=self._parent,
-            )
-        except StoreUnavailable as error:
-            if last:
-                raise
-            log.warning("checkpoint skipped, the store is away", step=progress.step, reason=error.message)
-            return
-        self._parent, self._saved_step = saved.name, progress.step
-        if self._group.rank == 0:
-            checkpoints.prune(self._store, self._trainer.keep_checkpoints, saved.name)
-        self._look()
+def _between_slices(publisher: Publisher, saver: Saver, step: int) -> bool:
+    saver.advance()
+    return publisher.catch_up(step)
 
 
 # ---------------------------------------------------------------- beginning

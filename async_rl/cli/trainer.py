@@ -20,13 +20,13 @@ import click
 
 from async_rl.cli.options import set_option
 from async_rl.errors import ConfigError, ProcessFailed, WaitTimeout
-from async_rl.procs import Child, Fleet, stop_signals
+from async_rl.procs import Child, Fleet, Stopped, stop_signals
 
 __all__ = ["command"]
 
 ORCHESTRATOR_START_LIMIT_S = 60.0
 STOP_LIMIT_S = 60.0
-"""A stopping trainer ends its step and may write a checkpoint; after this it is killed."""
+"""A stopping trainer ends its step; after this, and checkpoint_wait_s where it writes one, it is killed."""
 
 
 @click.command("trainer")
@@ -69,8 +69,13 @@ def command(
             fleet.start(f"trainer rank {rank}", argv, env={**env, "OMP_NUM_THREADS": str(threads)})
             for rank, env in enumerate(_rank_environments(nproc_per_node))
         ]
-        for rank in ranks:
-            fleet.wait(rank)
+        try:
+            for rank in ranks:
+                fleet.wait(rank)
+        except Stopped:  # not where a rank has died: then the others wait for it in vain
+            if config.trainer.checkpoint_every:
+                fleet.grace_s += config.trainer.checkpoint_wait_s
+            raise
         fleet.check()
 
 

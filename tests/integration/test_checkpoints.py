@@ -1,17 +1,15 @@
 """Checkpoints: committed whole or not at all, bit-equal on any number of ranks, and clear about damage.
 
-The ranks here are threads with a group in memory; tests/integration/test_learner.py does it with real processes.
+When what is written, in the background of training: test_saver.py; with real ranks: test_learner.py.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -22,28 +20,11 @@ from async_rl.errors import CheckpointError, StoreUnavailable
 from async_rl.store.base import ObjectStore, Upload
 from async_rl.store.file import FileStore
 from workers import checkpoints
-from workers.checkpoints import PIECES, Checkpoint, Progress
+from workers.checkpoints import PIECES, Checkpoint, Progress, Snapshot
 from workers.learner import OptimizerRows
 
 SHAPES = {"embed": (7, 3), "norm": (5,), "one": (1, 4), "head": (6, 2)}
 Whole = dict[str, tuple[torch.Tensor, ...]]
-
-
-class ThreadGroup:
-    """The same three operations as RankGroup's, between threads."""
-
-    def __init__(self, rank: int, size: int, barrier: threading.Barrier, board: list[bytes]) -> None:
-        self.rank, self.size, self._barrier, self._board = rank, size, barrier, board
-
-    def gather(self, data: bytes) -> list[bytes]:
-        self._board[self.rank] = data
-        self._barrier.wait()
-        everyone = list(self._board)
-        self._barrier.wait()
-        return everyone
-
-    def broadcast(self, data: bytes = b"") -> bytes:
-        return self.gather(data)[0]
 
 
 def whole_state(seed: int = 0) -> Whole:
@@ -76,18 +57,17 @@ def save(
     parent: str = "",
     fingerprint: str = "model",
 ) -> Checkpoint:
-    barrier, board = threading.Barrier(ranks, timeout=20), [b""] * ranks
     progress = Progress(step, 10 + step, incarnation, 8 * step, step)
 
-    def one(rank: int) -> Checkpoint:
-        group = ThreadGroup(rank, ranks, barrier, board)
+    def one(rank: int) -> str:
         rows = rows_of(whole, rank, ranks)
-        return checkpoints.save(store, group, rows, progress, fingerprint=fingerprint, parent=parent)  # type: ignore[arg-type]
+        snapshot = Snapshot(rows)
+        snapshot.take(rows)
+        return checkpoints.write_rank(store, checkpoints.name_of(progress), rank, snapshot)
 
     with ThreadPoolExecutor(ranks) as pool:
-        results = list(pool.map(one, range(ranks)))
-    assert len({msgspec.json.encode(result) for result in results}) == 1
-    return results[0]
+        tables = list(pool.map(one, range(ranks)))
+    return checkpoints.commit(store, progress, tables, fingerprint=fingerprint, parent=parent)
 
 
 def load(store: ObjectStore, checkpoint: Checkpoint, ranks: int) -> Whole:
@@ -196,7 +176,7 @@ class FailingStore(FileStore):
 
 
 @pytest.mark.parametrize("suffix", ["rank-00001.safetensors", "rank-00001.json", "0000000002.json"])
-def test_a_failure_of_any_rank_fails_all_and_commits_nothing(store: FileStore, tmp_path: Path, suffix: str):
+def test_what_is_half_written_is_never_chosen(store: FileStore, tmp_path: Path, suffix: str):
     good = save(store, whole_state(1), 2, step=1)
     with pytest.raises(StoreUnavailable, match="scripted failure"):
         save(FailingStore(f"file://{tmp_path}", suffix), whole_state(2), 2, step=2)
@@ -259,6 +239,22 @@ def test_torchs_random_state_is_restored(store: FileStore):
     torch.manual_seed(12)
     load(store, checkpoint, 1)
     assert torch.equal(torch.rand(3), wanted)
+
+
+def test_a_snapshot_does_not_change_with_the_rows_and_its_memory_is_used_again(store: FileStore):
+    rows = rows_of(whole_state(1), 0, 1)
+    snapshot = Snapshot(rows)
+    snapshot.take(rows)
+    memory = snapshot._floats.data_ptr()
+    for row in rows.values():
+        row.param.fill_(7.0)
+    taken = checkpoints.write_rank(store, "00000001-0000000001", 0, snapshot)
+    made = checkpoints.commit(store, Progress(1, 1, 1, 8, 1), [taken], fingerprint="model", parent="")
+    assert equal(load(store, made, 2), whole_state(1))
+    snapshot.take(rows_of(whole_state(2), 0, 1))
+    taken = checkpoints.write_rank(store, "00000001-0000000002", 0, snapshot)
+    made = checkpoints.commit(store, Progress(2, 1, 1, 8, 1), [taken], fingerprint="model", parent="")
+    assert equal(load(store, made, 1), whole_state(2)) and snapshot._floats.data_ptr() == memory
 
 
 def test_only_the_last_ones_are_kept_and_leftovers_go(store: FileStore, tmp_path: Path):

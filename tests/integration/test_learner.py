@@ -20,6 +20,7 @@ from tests.learner_support import (
     make_learner,
     make_samples,
     on_ranks,
+    save_checkpoint,
     save_tiny_model,
     share,
 )
@@ -170,7 +171,7 @@ def test_a_learner_of_two_ranks_is_the_learner_of_one(model: Path, group: RankGr
     one.optimizer_step(one.forward_backward(*share(make_samples(12, seed=1), 40, group)))
     torch.manual_seed(5)
     random_state = torch.get_rng_state()
-    checkpoints.save(store, group, one.rows(), Progress(1, 1, 0, 12, 1), fingerprint="f", parent="")
+    save_checkpoint(store, group, one, Progress(1, 1, 0, 12, 1))
     saved_bits = bits(one)
 
     on_ranks(_two_ranks, 2, model, tmp_path)
@@ -207,8 +208,7 @@ def _two_ranks(group: RankGroup, model: Path, folder: Path) -> None:
     assert newest is not None
     checkpoints.restore(store, newest, group.rank, learner.rows())
     learner.restored(newest.progress.updates)
-    progress = Progress(1, 1, 1, 12, 1)
-    checkpoints.save(store, group, learner.rows(), progress, fingerprint="f", parent=newest.name)
+    save_checkpoint(store, group, learner, Progress(1, 1, 1, 12, 1), parent=newest.name)
     stats = learner.forward_backward(*share(make_samples(12, seed=2), 64, group))
     result = {f"grad/{name}": gradient for name, gradient in gradients(learner).items()}
     for name in ("loss", "grad_norm", "fresh_kl_k3", "ratio_max"):
