@@ -113,7 +113,16 @@ def gradients(learner: Learner) -> dict[str, torch.Tensor]:
 
 def as_ranks(function: Callable[..., None], ranks: int, *args: object) -> None:
     """`function(*args)` in `ranks` fresh processes with torchrun's environment; fails with the first traceback."""
-    torch.multiprocessing.spawn(_process, (function, ranks, _free_port(), args), nprocs=ranks)
+    context = start_ranks(function, ranks, *args)
+    while not context.join():
+        pass
+
+
+def start_ranks(function: Callable[..., None], ranks: int, *args: object) -> Any:
+    """The same processes, not awaited: torch's context of them."""
+    return torch.multiprocessing.spawn(
+        _process, (function, ranks, _free_port(), args), nprocs=ranks, join=False
+    )
 
 
 def on_ranks(function: Callable[..., None], ranks: int, *args: object) -> None:

@@ -48,6 +48,7 @@ from workers.checkpoints import Checkpoint, Progress
 from workers.learner import Learner, StepStats
 from workers.metrics import MetricsFile
 from workers.process_group import RankGroup, choose_device, rank_group
+from workers.repeats import Repeats
 from workers.saver import Saver
 from workers.settings import ModelConfig, TrainerConfig
 
@@ -96,6 +97,9 @@ def run_rank(
         if link is not None:
             stack.callback(link.close)
         upkeep = stack.enter_context(Upkeep(bucket, start.run, weights)) if group.rank == 0 else None
+        repeats = (
+            Repeats(bucket, start.claim.first_version, start.parent_version) if group.rank == 0 else None
+        )
         publisher = stack.enter_context(
             Publisher(
                 bucket,
@@ -104,7 +108,7 @@ def run_rank(
                 learner.parameters(),
                 weights,
                 parent=start.parent_version,
-                on_commit=lambda manifest: _announce(manifest, lineage, link, upkeep),
+                on_commit=lambda manifest: _announce(manifest, lineage, link, upkeep, repeats),
             )
         )
         progress = _begin(bucket, group, learner, publisher, start, trainer)
@@ -138,7 +142,7 @@ def run_rank(
         )
         metrics = stack.enter_context(MetricsFile(Path(trainer.out) if group.rank == 0 else None))
         progress = _train(
-            group, learner, publisher, feed, lineage, saver, metrics, trainer, attached, progress
+            group, learner, publisher, feed, lineage, saver, repeats, metrics, trainer, attached, progress
         )
 
         publisher.flush(step=progress.step)
@@ -159,6 +163,7 @@ def _train(
     feed: BatchFeed,
     lineage: Lineage,
     saver: Saver,
+    repeats: Repeats | None,
     metrics: MetricsFile,
     trainer: TrainerConfig,
     attached: Attached,
@@ -176,6 +181,8 @@ def _train(
             break
         for score in batch.evals:
             metrics.eval(score)
+        if batch.replayed and repeats is not None:
+            repeats.expect(step + 1)
         trained = prepare(
             batch, lineage, step=step, max_lag=attached.max_lag, vocab_size=learner.vocab_size
         )
@@ -318,7 +325,11 @@ def _attach(
 
 
 def _announce(
-    manifest: Manifest, lineage: Lineage, link: TrainerLink | None, upkeep: Upkeep | None
+    manifest: Manifest,
+    lineage: Lineage,
+    link: TrainerLink | None,
+    upkeep: Upkeep | None,
+    repeats: Repeats | None,
 ) -> None:
     """A version is committed (rank 0, in the publisher's thread)."""
     lineage.committed(manifest.version, manifest.parent, manifest.step, manifest.digest)
@@ -328,6 +339,8 @@ def _announce(
         )
     if upkeep is not None:
         upkeep.committed(manifest)
+    if repeats is not None:
+        repeats.committed(manifest)
 
 
 def _prepare_torch(trainer: TrainerConfig, device: torch.device, seed: int) -> None:
