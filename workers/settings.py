@@ -60,9 +60,9 @@ class TrainerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Steps per policy version."""
     checkpoint_every: Count = 0
     """Steps per checkpoint, written in the background; the last step is then always one, and so is a stop by
-    SIGTERM. Each rank keeps a copy of its weights and moments in host memory, 12 bytes per parameter of its own. 0: no
-    checkpoints at all: a trainer that is started again begins with step 0 and repeats every step with the groups that
-    it had. For that the orchestrator keeps all groups on its disk; with checkpoints, those since the oldest one."""
+    SIGTERM. Each rank keeps a copy of its weights and moments in host memory, 12 bytes per parameter of its own. 0:
+    no checkpoints at all: a trainer that is started again begins with step 0 and repeats every step with the groups
+    that it had. For that the orchestrator keeps all groups on its disk; with checkpoints, those since the oldest."""
     keep_checkpoints: AtLeastOne = 2
     """Older ones are deleted after each commit."""
 
