@@ -14,6 +14,7 @@
     │   └── Fenced              a newer trainer owns the run: this one must stop
     ├── ProtocolError           a message could not be accepted
     │   ├── Malformed           not a message of this protocol (schema, size)
+    │   ├── NotAllowed          its sender's key is unknown or revoked, or may not say this
     │   └── Refused             the other side said no, and asking again can't help
     ├── WaitTimeout             a wait reached its limit; says what was awaited
     ├── EnvironmentFailed       the user's environment or reward function raised
@@ -40,6 +41,7 @@ __all__ = [
     "Fenced",
     "Malformed",
     "ModelMismatch",
+    "NotAllowed",
     "NotFound",
     "ProcessFailed",
     "ProtocolError",
@@ -116,6 +118,19 @@ class ProtocolError(AsyncRLError):
 
 class Malformed(ProtocolError):
     pass
+
+
+class NotAllowed(ProtocolError):
+    """`code`: to count by; `retry`: the same message may be taken later; `revoked`: the name of the key, where
+    it was allowed before."""
+
+    def __init__(
+        self, message: str, *, hint: str = "", code: str = "key", retry: bool = False, revoked: str = ""
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.code = code
+        self.retry = retry
+        self.revoked = revoked
 
 
 class Refused(ProtocolError):
