@@ -30,9 +30,12 @@ class OrchestratorConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     bind: str = "tcp://127.0.0.1:5577"
     """Where workers and the trainer connect. Port 0 or `*`: any free one (it is logged)."""
+    keys: str = ""
+    """Folder of keys, as `async-rl keys` makes it: everything is encrypted, only allowed keys connect, and
+    other machines may. Empty: no keys."""
     insecure_remote: bool = False
-    """Listen where other machines can connect although nothing is encrypted and nobody is authenticated:
-    for a network that you trust, a VPN or a tunnel."""
+    """Without keys, listen where other machines can connect although nothing is encrypted and nobody is
+    authenticated: for a network that you trust, a VPN or a tunnel."""
     batch_groups: Annotated[int, Meta(ge=1)] = 16
     """Groups per optimizer step."""
     max_lag: Annotated[int, Meta(ge=0)] = 2
@@ -78,12 +81,13 @@ class EvalConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def check_bind(config: OrchestratorConfig) -> None:
-    """Raises ConfigError for an address that other machines can reach, unless that was asked for in so many
-    words."""
-    if not config.insecure_remote and not is_loopback(config.bind):
+    """Raises ConfigError for an address that other machines can reach, unless there are keys or that was asked
+    for in so many words."""
+    if not config.keys and not config.insecure_remote and not is_loopback(config.bind):
         raise ConfigError(
             f"orchestrator.bind = {config.bind!r} can be reached from other machines, and there are no "
             "keys: anybody who connects could feed the trainer",
-            hint="bind to tcp://127.0.0.1:PORT and tunnel, or, on a network you trust, set "
+            hint="make keys (`async-rl keys new NAME --server DIR`) and set orchestrator.keys = DIR; or bind to "
+            "tcp://127.0.0.1:PORT and tunnel; or, on a network you trust, set "
             "orchestrator.insecure_remote = true",
         )

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator
 from typing import TypeAlias
 
 from async_rl.envs.base import Environment, EnvironmentConfig
-from async_rl.errors import Malformed
+from async_rl.errors import Malformed, NotAllowed
 from async_rl.log import get_logger
-from async_rl.transport.base import printable
+from async_rl.transport.base import Received, printable
 from async_rl.wire import (
     PROTOCOL,
     Ack,
@@ -117,9 +117,11 @@ class Control:
 
     # ---------------------------------------------------------------- in
 
-    def receive(self, peer: bytes, message: AnyMessage | Malformed, now: float) -> Outgoing:
+    def receive(self, peer: bytes, message: Received, now: float) -> Outgoing:
         self._out = []
         match message:
+            case NotAllowed():
+                self._on_not_allowed(peer, message)
             case Malformed():
                 self._refuse(peer, Refusal("malformed", message.message, message.hint))
             case StatusRequest():
@@ -286,6 +288,16 @@ class Control:
             log.info("worker joined", worker=hello.worker, cluster=hello.cluster, engine=hello.engine)
         self._roster.join(hello, peer, now)
         self._send(peer, Welcome(PROTOCOL, session.attach.run, self._settings, session.versions.newest))
+
+    def _on_not_allowed(self, peer: bytes, refused: NotAllowed) -> None:
+        """What its key may not say changes nothing. A worker whose key was revoked gets no more leases, and
+        those that it has go back now."""
+        worker = self._roster.at(peer)
+        if worker is not None and refused.revoked in (worker.name, worker.name.partition("/")[0]):
+            log.warning("worker turned away", worker=worker.name, reason=refused.message)
+            self._roster.remove(worker)
+            self._release(worker, "its worker's key was revoked", counted=False)
+        self._refuse(peer, Refusal(refused.code, refused.message, refused.hint, refused.retry))
 
     def _on_worker(
         self, peer: bytes, message: Credit | Heartbeat | GroupDone | Failed | Bye, now: float

@@ -15,11 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from async_rl.envs.base import Environment, EnvironmentConfig
-from async_rl.errors import Malformed, StoreUnavailable
+from async_rl.errors import StoreUnavailable
 from async_rl.log import get_logger
-from async_rl.transport.base import Listener, from_here
+from async_rl.transport.allowed import Allowed, Keyring
+from async_rl.transport.base import Listener, Received, from_here
 from async_rl.transport.zmq import ZmqListener
-from async_rl.wire import AnyMessage
 from orchestrator.config import EvalConfig, OrchestratorConfig, SamplingConfig, check_bind
 from orchestrator.control import Control
 from orchestrator.prompts import check_prompts
@@ -63,7 +63,7 @@ async def serve(
             await asyncio.wait(awaited, timeout=TICK_S, return_when=asyncio.FIRST_COMPLETED)
             outgoing = []
             if receiving.done():
-                arrived: tuple[bytes, AnyMessage | Malformed] | None = receiving.result()
+                arrived: tuple[bytes, Received] | None = receiving.result()
                 for _ in range(MESSAGES_PER_TURN):
                     if arrived is None:
                         break
@@ -111,19 +111,22 @@ def run_orchestrator(
     seed: int,
     spool: Path,
     address_file: Path | None = None,
+    trainer_key: str = "",
 ) -> None:
     """Serve one run until it is finished, or until SIGTERM or SIGINT. Blocking: the entry of the process.
 
     `address_file`: where to write the address for this machine's processes, for a parent that asked for
-    port 0. Raises ConfigError where the address is taken, can't be bound, or could be reached from other
-    machines without leave, the spool can't be used, or the prompts can't be read; EnvironmentFailed where the
-    environment has no prompt.
+    port 0. `trainer_key`: the public key of the trainer that starts us, allowed beside those in
+    orchestrator.keys. Raises ConfigError where the address is taken, can't be bound, or could be reached from
+    other machines without leave, the keys or the spool can't be used, or the prompts can't be read;
+    EnvironmentFailed where the environment has no prompt.
     """
     check_bind(config)
+    keyring = _keyring(config, trainer_key)
     check_prompts(environment, evaluation)
 
     async def main() -> None:
-        listener = ZmqListener(config.bind)
+        listener = ZmqListener(config.bind, keyring=keyring)
         journal: Spool | None = None
         try:
             journal = Spool(spool, fsync=config.fsync)
@@ -146,7 +149,7 @@ def run_orchestrator(
             stop = asyncio.Event()
             for signum in (signal.SIGTERM, signal.SIGINT):
                 asyncio.get_running_loop().add_signal_handler(signum, stop.set)
-            log.info("orchestrator listening", address=listener.address)
+            log.info("orchestrator listening", address=listener.address, keys=config.keys or "none")
             if address_file is not None:
                 _write_whole(address_file, from_here(listener.address))
             await serve(listener, control, journal, full_wait_s=config.spool_full_wait_s, stop=stop)
@@ -157,6 +160,13 @@ def run_orchestrator(
                 journal.close()
 
     asyncio.run(main())
+
+
+def _keyring(config: OrchestratorConfig, trainer_key: str) -> Keyring | None:
+    if not config.keys:
+        return None
+    extra = [Allowed("trainer", "trainer", trainer_key)] if trainer_key else []
+    return Keyring.open(Path(config.keys), extra)
 
 
 def _write_whole(path: Path, text: str) -> None:

@@ -41,6 +41,7 @@ from async_rl.log import get_logger
 from async_rl.store import ObjectStore, StoreConfig, open_store
 from async_rl.threads import in_daemon_thread
 from async_rl.transport.base import Dialer
+from async_rl.transport.keys import ClientKey
 from async_rl.transport.zmq import ZmqDialer
 from async_rl.weights.config import WeightsConfig
 from async_rl.weights.files import scratch_folder
@@ -633,13 +634,17 @@ def run_worker(
     rollout: RolloutConfig,
     store: StoreConfig,
     weights: WeightsConfig,
+    key: ClientKey | None = None,
 ) -> int:
     """Run a worker until the run is over or it is told to stop; the exit status. Blocking: the entry of the
-    process. An empty `worker_id` means host, pid and chance. Raises the error that made it impossible to go on."""
+    process. An empty `worker_id` means host, pid and chance. With a key, the worker is called by the key's name, or
+    NAME/… where that is not its id. Raises the error that made it impossible to go on."""
     name = worker_id or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
+    if key is not None and name != key.name and not name.startswith(f"{key.name}/"):
+        name = f"{key.name}/{name}"
     opened = open_store(store_url, store)
     try:
-        asyncio.run(_live(name, opened, orchestrator_address, rollout, weights))
+        asyncio.run(_live(name, opened, orchestrator_address, rollout, weights, key))
     finally:
         opened.close()
     return 0
@@ -651,6 +656,7 @@ async def _live(
     address: str,
     config: RolloutConfig,
     weights: WeightsConfig,
+    key: ClientKey | None,
 ) -> None:
     ending = Ending()
     loop = asyncio.get_running_loop()
@@ -662,7 +668,7 @@ async def _live(
         return
     with _cache_folder(config, run) as cache:
         engine = make_engine(config)
-        dialer = ZmqDialer(address, name)
+        dialer = ZmqDialer(address, name, key=key)
         subscriber = Subscriber(store, run, cache, weights)
         try:
             await RolloutWorker(

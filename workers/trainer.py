@@ -34,6 +34,7 @@ from async_rl.algo.staleness import summarise
 from async_rl.errors import TrainingError
 from async_rl.log import get_logger
 from async_rl.store import ObjectStore, StoreConfig, open_store
+from async_rl.transport.keys import ClientKey
 from async_rl.transport.link import TrainerLink
 from async_rl.weights.config import WeightsConfig
 from async_rl.weights.lineage import Claim, Manifest, check_not_fenced, claim, list_versions
@@ -73,8 +74,10 @@ def run_rank(
     orchestrator_address: str,
     seed: int,
     resume: str,
+    key: ClientKey | None = None,
 ) -> None:
-    """One rank of the trainer, from its start to the run's last step. `resume`: latest, never, or a step.
+    """One rank of the trainer, from its start to the run's last step. `resume`: latest, never, or a step. `key`: for
+    an orchestrator that asks for one.
 
     Under torchrun every process calls it; without torchrun's environment it is the only rank.
     """
@@ -90,7 +93,7 @@ def run_rank(
 
         lineage = Lineage()
         link = (
-            TrainerLink(orchestrator_address, connect_timeout_s=trainer.attach_wait_s)
+            TrainerLink(orchestrator_address, connect_timeout_s=trainer.attach_wait_s, key=key)
             if group.rank == 0
             else None
         )

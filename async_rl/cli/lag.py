@@ -12,6 +12,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from async_rl.cli.options import client_key, key_options
 from async_rl.transport.link import StatusLink
 from async_rl.wire import Status, WorkerStatus
 
@@ -29,11 +30,12 @@ CONNECT_LIMIT_S = 5.0
     show_default=True,
     help="Its address; also read from ASYNC_RL_ORCHESTRATOR.",
 )
+@key_options
 @click.option("--watch", is_flag=True, help="Refresh every second, until Ctrl-C.")
 @click.option("--json", "as_json", is_flag=True, help="One line of JSON per refresh.")
-def command(orchestrator: str, watch: bool, as_json: bool) -> None:
+def command(orchestrator: str, key_file: str, server_key: str, watch: bool, as_json: bool) -> None:
     """Show the newest policy version and how far each rollout worker lags behind it."""
-    with StatusLink(orchestrator) as link:
+    with StatusLink(orchestrator, client_key(key_file, server_key)) as link:
         if as_json:
             for status in _statuses(link, watch):
                 click.echo(

@@ -29,6 +29,7 @@ COMMANDS = {
         "Run the control plane by itself (a trainer starts its own).",
     ),
     "lag": ("async_rl.cli.lag", "Show how far every worker's policy version is behind."),
+    "keys": ("async_rl.cli.keys", "Make, list, allow and revoke the keys of an orchestrator."),
     "weights": (
         "async_rl.cli.weights",
         "List, compare, verify and fetch a run's policy versions.",

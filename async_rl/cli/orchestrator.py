@@ -18,7 +18,10 @@ __all__ = ["command"]
 @click.option(
     "--address-file", type=click.Path(path_type=Path), hidden=True, help="Write the bound address here."
 )
-def command(run_file: Path, overrides: tuple[str, ...], address_file: Path | None) -> None:
+@click.option("--trainer-key", default="", hidden=True, help="Public key of the trainer that starts us.")
+def command(
+    run_file: Path, overrides: tuple[str, ...], address_file: Path | None, trainer_key: str
+) -> None:
     """Lease prompts to workers, buffer their groups, hand batches to the trainer.
 
     `async-rl trainer` starts one by itself. Run it alone to keep it through a trainer's restarts, and name
@@ -40,6 +43,7 @@ def command(run_file: Path, overrides: tuple[str, ...], address_file: Path | Non
         seed=config.run.seed,
         spool=_spool(config.orchestrator.spool, config.trainer.out, config.run.store),
         address_file=address_file,
+        trainer_key=trainer_key,
     )
 
 

@@ -1,4 +1,5 @@
-"""`async-rl rollout`: a rollout worker. All it needs is the run's store and the orchestrator's address."""
+"""`async-rl rollout`: a rollout worker. All it needs is the run's store and the orchestrator's address
+(and a key, where that asks for one)."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import sys
 
 import click
 
-from async_rl.cli.options import orchestrator_option, set_option, store_option
+from async_rl.cli.options import client_key, key_options, orchestrator_option, set_option, store_option
 
 __all__ = ["command"]
 
@@ -14,13 +15,21 @@ __all__ = ["command"]
 @click.command("rollout")
 @store_option
 @orchestrator_option
+@key_options
 @click.option(
     "--worker-id",
     default="",
-    help="A name that stays the same across restarts (default: host, pid, chance).",
+    help="A name that stays the same across restarts (default: host, pid, chance). With a key, NAME/… of the key.",
 )
 @set_option
-def command(store_url: str, orchestrator_address: str, worker_id: str, overrides: tuple[str, ...]) -> None:
+def command(
+    store_url: str,
+    orchestrator_address: str,
+    key_file: str,
+    server_key: str,
+    worker_id: str,
+    overrides: tuple[str, ...],
+) -> None:
     """Generate rollouts with vLLM and send them to the orchestrator.
 
     What the run is (environment, sampling, model, limits) the worker learns from its run. How it runs here
@@ -30,6 +39,7 @@ def command(store_url: str, orchestrator_address: str, worker_id: str, overrides
     from async_rl.log import setup
 
     rollout, store, weights = read_worker_options(overrides)
+    key = client_key(key_file, server_key)
     setup(f"rollout {worker_id}".strip())
     from workers.rollout import run_worker
 
@@ -41,5 +51,6 @@ def command(store_url: str, orchestrator_address: str, worker_id: str, overrides
             rollout=rollout,
             store=store,
             weights=weights,
+            key=key,
         )
     )

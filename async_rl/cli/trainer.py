@@ -14,13 +14,16 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from async_rl.cli.options import set_option
+from async_rl.cli.options import client_key, key_options, set_option
 from async_rl.errors import ConfigError, ProcessFailed, WaitTimeout
 from async_rl.procs import Child, Fleet, Stopped, stop_signals
+
+if TYPE_CHECKING:
+    from async_rl.cli.runfile import RunFile
 
 __all__ = ["command"]
 
@@ -44,11 +47,21 @@ STOP_LIMIT_S = 60.0
 @click.option(
     "--resume", default="latest", show_default=True, help="latest, never, or the step of a checkpoint."
 )
+@key_options
 @set_option
 def command(
-    run_file: Path, nproc_per_node: int, orchestrator_address: str, resume: str, overrides: tuple[str, ...]
+    run_file: Path,
+    nproc_per_node: int,
+    orchestrator_address: str,
+    resume: str,
+    key_file: str,
+    server_key: str,
+    overrides: tuple[str, ...],
 ) -> None:
-    """Train a run: publish every version to its store, take groups from its orchestrator."""
+    """Train a run: publish every version to its store, take groups from its orchestrator.
+
+    A key is needed only for an orchestrator that is named: the one that it starts knows the trainer.
+    """
     from async_rl.cli.runfile import read_run_file
 
     if resume not in ("latest", "never") and not resume.isdigit():
@@ -57,12 +70,22 @@ def command(
     if "LOCAL_RANK" in os.environ:
         if nproc_per_node != 1:
             raise ConfigError("under torchrun every process is one rank", hint="leave out --nproc-per-node")
-        _under_torchrun(config, run_file, orchestrator_address, resume, overrides)
+        _under_torchrun(config, run_file, orchestrator_address, resume, overrides, key_file, server_key)
         return
+    client_key(key_file, server_key)  # likewise
     with stop_signals(), Fleet(grace_s=STOP_LIMIT_S) as fleet, tempfile.TemporaryDirectory() as scratch:
-        address = orchestrator_address or _start_orchestrator(fleet, run_file, overrides, Path(scratch))
+        address = orchestrator_address
+        if not address:
+            address, key_file = _start_orchestrator(fleet, config, run_file, overrides, Path(scratch))
+            server_key = ""
         argv = [sys.executable, "-m", "async_rl", "trainer", str(run_file)]
         argv += ["--orchestrator", address, "--resume", resume]
+        argv += [
+            "--key",
+            key_file,
+            "--server-key",
+            server_key,
+        ]  # also where empty: the environment's is not meant
         argv += [arg for item in overrides for arg in ("--set", item)]
         threads = config.trainer.threads or max(1, (os.cpu_count() or 1) // nproc_per_node)
         ranks = [
@@ -89,9 +112,15 @@ def _rank_environments(ranks: int) -> list[dict[str, str]]:
     return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
 
 
-def _start_orchestrator(fleet: Fleet, run_file: Path, overrides: tuple[str, ...], scratch: Path) -> str:
-    """Start an orchestrator, wait until it is bound, and give its address."""
+def _start_orchestrator(
+    fleet: Fleet, config: RunFile, run_file: Path, overrides: tuple[str, ...], scratch: Path
+) -> tuple[str, str]:
+    """Start an orchestrator, wait until it is bound, and give its address, and the file of a key for us where
+    it asks for keys: made for this life only. `scratch` is readable only by us."""
     address_file = scratch / "orchestrator-address"
+    key_file, public = (
+        _ephemeral_key(Path(config.orchestrator.keys), scratch) if config.orchestrator.keys else ("", "")
+    )
     argv = [
         sys.executable,
         "-m",
@@ -100,6 +129,7 @@ def _start_orchestrator(fleet: Fleet, run_file: Path, overrides: tuple[str, ...]
         str(run_file),
         "--address-file",
         str(address_file),
+        *(["--trainer-key", public] if public else []),
     ]
     child = fleet.start("orchestrator", argv + [arg for item in overrides for arg in ("--set", item)])
     deadline = time.monotonic() + ORCHESTRATOR_START_LIMIT_S
@@ -108,7 +138,17 @@ def _start_orchestrator(fleet: Fleet, run_file: Path, overrides: tuple[str, ...]
         if time.monotonic() > deadline:
             raise WaitTimeout(f"the orchestrator was not bound within {ORCHESTRATOR_START_LIMIT_S:.0f} s")
         time.sleep(0.05)
-    return address_file.read_text().strip()
+    return address_file.read_text().strip(), key_file
+
+
+def _ephemeral_key(folder: Path, scratch: Path) -> tuple[str, str]:
+    """The file of a new key, and its public half. Raises ConfigError where the folder has no server's key."""
+    from async_rl.transport.allowed import Keyring
+    from async_rl.transport.keys import client_key_text, new_secret, public_of, write_private
+
+    secret, path = new_secret(), scratch / "trainer.key"
+    write_private(path, client_key_text("trainer", secret, Keyring.open(folder).public))
+    return str(path), public_of(secret).hex()
 
 
 def _check_alive(child: Child) -> None:
@@ -120,17 +160,21 @@ def _check_alive(child: Child) -> None:
 
 
 def _under_torchrun(
-    config: object, run_file: Path, address: str, resume: str, overrides: tuple[str, ...]
+    config: RunFile,
+    run_file: Path,
+    address: str,
+    resume: str,
+    overrides: tuple[str, ...],
+    key_file: str,
+    server_key: str,
 ) -> None:
-    from async_rl.cli.runfile import RunFile
     from async_rl.log import setup
 
-    assert isinstance(config, RunFile)
     rank = int(os.environ["RANK"])
     setup(f"trainer[{rank}]" if int(os.environ["WORLD_SIZE"]) > 1 else "trainer")
     from workers.trainer import run_rank
 
-    def run(address: str) -> None:
+    def run(address: str, key_file: str, server_key: str) -> None:
         run_rank(
             store_url=config.run.store,
             store=config.store,
@@ -142,16 +186,17 @@ def _under_torchrun(
             orchestrator_address=address,
             seed=config.run.seed,
             resume=resume,
+            key=client_key(key_file, server_key) if rank == 0 else None,  # only rank 0 dials
         )
 
     if address or rank != 0:
-        run(address)
+        run(address, key_file, server_key)
     else:
         with (
             Fleet() as fleet,
             tempfile.TemporaryDirectory() as scratch,
         ):  # torchrun without an orchestrator named
-            run(_start_orchestrator(fleet, run_file, overrides, Path(scratch)))
+            run(*_start_orchestrator(fleet, config, run_file, overrides, Path(scratch)), "")
     if int(os.environ["WORLD_SIZE"]) > 1:
         _leave()
 

@@ -37,7 +37,7 @@ from async_rl.transport.keys import (
 )
 from async_rl.wire import AnyMessage, FromTrainer, FromWorker, GroupDone, Hello, StatusRequest
 
-__all__ = ["Allowed", "Keyring", "Role", "add", "format_list", "parse_list", "refusal", "remove"]
+__all__ = ["ROLES", "Allowed", "Keyring", "Role", "add", "format_list", "parse_list", "refusal", "remove"]
 
 log = get_logger(__name__)
 
@@ -135,7 +135,9 @@ def format_list(entries: Iterable[Allowed]) -> str:
 def add(folder: Path, entry: Allowed) -> None:
     """Allow a key. Raises ConfigError where the key or its name is in the list already."""
     with _editing(folder) as entries:
-        taken = entries.get(entry.public) or next((e for e in entries.values() if e.name == entry.name), None)
+        taken = entries.get(entry.public) or next(
+            (e for e in entries.values() if e.name == entry.name), None
+        )
         if taken is not None:
             raise ConfigError(
                 f"{folder} has the key or the name already: {taken.role} {taken.name} {taken.public}",
@@ -183,6 +185,7 @@ class Keyring:
 
     def __init__(self, folder: Path, secret: bytes, extra: Iterable[Allowed] = ()) -> None:
         """`extra`: allowed for this process only, beside those of the list. A listed key comes first."""
+        self.folder = folder
         self.secret = secret
         self.public = public_of(secret)
         self._path = folder / "allowed"
@@ -270,9 +273,9 @@ class Keyring:
         """Read the list again where the file is another one than before: one `stat` otherwise, about two
         microseconds."""
         try:
-            found = os.stat(self._path)
+            found = self._path.stat()
             # The command replaces the file, an editor may write into it: either way one of these differs.
-            seen = (found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+            seen: tuple[int, ...] = (found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
         except OSError as error:
             seen = (-1, error.errno or 0)
         if seen == self._seen:
@@ -290,6 +293,8 @@ class Keyring:
                 log.info("key revoked", name=name)
             self._entries, self._broken, self._seen = entries, broken, seen
             if broken:
-                log.error("nobody is allowed: the list of keys is broken", file=str(self._path), reason=broken)
+                log.error(
+                    "nobody is allowed: the list of keys is broken", file=str(self._path), reason=broken
+                )
             else:
                 log.info("allowed keys read", file=str(self._path), keys=len(entries))

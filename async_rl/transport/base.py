@@ -14,6 +14,10 @@ stands here:
 - Sending to a peer that is gone, or that does not read, drops the message: one slow peer never stops the
   rest.
 - Bytes that are no message surface as a Malformed beside the peer that sent them; the listener lives on.
+- A listener with keys (allowed.py) takes connections only of keys that it allows, and looks at the list again
+  before every message: what a key may not say, or not any more, surfaces as a NotAllowed beside its peer.
+- A dialer that is not let in (its key, or the listener's, is not the one that the other expects) ends with
+  Refused from `recv`; one whose listener is merely away waits.
 - Queues are bounded. Credits keep them nearly empty; the bound is only the net below.
 """
 
@@ -22,9 +26,9 @@ from __future__ import annotations
 import ipaddress
 import secrets
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
-from async_rl.errors import Malformed
+from async_rl.errors import Malformed, NotAllowed
 from async_rl.wire import AnyMessage, decode, encode
 
 __all__ = [
@@ -32,6 +36,7 @@ __all__ = [
     "SEND_LIMIT_S",
     "Dialer",
     "Listener",
+    "Received",
     "frame_of",
     "from_here",
     "is_loopback",
@@ -48,17 +53,21 @@ SEND_LIMIT_S = 30.0
 """How long a dialer's `send` waits for room in a full queue before it raises WaitTimeout."""
 
 
+Received: TypeAlias = AnyMessage | Malformed | NotAllowed
+"""What a listener hands out for one message that arrived."""
+
+
 class Listener(Protocol):
     @property
     def address(self) -> str:
         """The address that was really bound: with the port, where port 0 or `*` was asked for."""
         ...
 
-    async def recv(self) -> tuple[bytes, AnyMessage | Malformed]:
+    async def recv(self) -> tuple[bytes, Received]:
         """The next message and the identity of its sender. Never raises for what a peer sent."""
         ...
 
-    def recv_now(self) -> tuple[bytes, AnyMessage | Malformed] | None:
+    def recv_now(self) -> tuple[bytes, Received] | None:
         """The next message if it is here already. Not while a `recv` waits."""
         ...
 
@@ -74,7 +83,8 @@ class Listener(Protocol):
 
 class Dialer(Protocol):
     async def recv(self) -> AnyMessage:
-        """The next message. Raises Malformed for bytes that are none (and can be called again)."""
+        """The next message. Raises Malformed for bytes that are none (and can be called again), and Refused
+        where the listener does not let us in, or is not the one that we expect (and every time after)."""
         ...
 
     async def send(self, message: AnyMessage) -> None:

@@ -24,10 +24,12 @@ import msgspec
 import zmq
 
 from async_rl import errors
-from async_rl.errors import ConfigError, Malformed, ProtocolError, WaitTimeout
+from async_rl.errors import AsyncRLError, ConfigError, Malformed, ProtocolError, WaitTimeout
 from async_rl.log import get_logger
 from async_rl.transport.base import HIGH_WATER, frame_of, message_of, new_identity
-from async_rl.transport.zmq import LINGER_MS, configure, connect
+from async_rl.transport.handshake import Handshakes, asks_for_keys, event_of
+from async_rl.transport.keys import ClientKey
+from async_rl.transport.zmq import LINGER_MS, configure, connect, use_key, watch_handshakes
 from async_rl.wire import (
     MAX_BATCH_BYTES,
     MAX_MESSAGE_BYTES,
@@ -67,12 +69,17 @@ M = TypeVar("M", Attached, Batch, Finished, Status)
 class _Line:
     """One blocking DEALER socket. Not thread-safe. Raises ConfigError for an address that can't be one."""
 
-    def __init__(self, address: str, name: str) -> None:
-        self.address = address
+    def __init__(self, address: str, name: str, key: ClientKey | None) -> None:
+        self.address, self.key = address, key
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         configure(self._socket, address, MAX_BATCH_BYTES, HIGH_WATER)
         self._socket.setsockopt(zmq.IDENTITY, new_identity(name))
+        if key is not None:
+            use_key(self._socket, key)
+        self._handshakes = Handshakes(address, key)
+        self._monitor = watch_handshakes(self._socket)
+        self._failed: AsyncRLError | None = None
         try:
             connect(self._socket, address)
         except ConfigError:
@@ -88,12 +95,33 @@ class _Line:
             log.debug("message dropped, the queue is full", kind=type(message).__name__)
 
     def recv(self, timeout_s: float) -> AnyMessage | None:
-        """The next message, None after `timeout_s` without one. Raises Malformed."""
-        if not self._socket.poll(max(0, int(timeout_s * 1000))):
-            return None
-        return message_of(self._socket.recv_multipart(), MAX_BATCH_BYTES)
+        """The next message; None after `timeout_s` without one, or sooner where there was news of the
+        connection. Raises Malformed, and Refused where we are not let in."""
+        if self._failed is not None:
+            raise self._failed
+        poller = zmq.Poller()
+        for each in (self._socket, self._monitor):
+            poller.register(each, zmq.POLLIN)
+        ready = dict(poller.poll(max(0, int(timeout_s * 1000))))
+        if self._socket in ready:
+            return message_of(self._socket.recv_multipart(), MAX_BATCH_BYTES)
+        if self._monitor in ready:
+            self._watch()
+        return None
+
+    def _watch(self) -> None:
+        """Raises Refused where a handshake says that we are not let in."""
+        event, _ = event_of(self._monitor.recv_multipart())
+        verdict = self._handshakes.on(event)
+        if verdict == "look":
+            verdict = self._handshakes.looked(asks_for_keys(self.address))
+        if verdict is not None:
+            self._failed = verdict
+            raise verdict
 
     def close(self, linger_ms: int = LINGER_MS) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close(0)
         self._socket.close(linger_ms)
         self._context.term()  # returns within the linger
 
@@ -105,18 +133,20 @@ class TrainerLink:
     One link lives as long as one incarnation: the orchestrator knows the trainer by the link's identity.
     """
 
-    def __init__(self, address: str, *, connect_timeout_s: float = 30.0) -> None:
+    def __init__(
+        self, address: str, *, connect_timeout_s: float = 30.0, key: ClientKey | None = None
+    ) -> None:
         self._address = address
         self._connect_timeout_s = connect_timeout_s
-        self._line = _Line(address, "trainer")
+        self._line = _Line(address, "trainer", key)
         self._lock = threading.Lock()  # guards the socket
         self._unsent: deque[Published] = deque()
         self._attach: Attach | None = None
         self._kept: deque[AnyMessage] = deque()  # arrived while something else was awaited
 
     def attach(self, attach: Attach) -> Attached:
-        """Take the run. Raises errors.Refused (a newer trainer has it, or this is another run's
-        orchestrator), and WaitTimeout where nobody answers."""
+        """Take the run. Raises errors.Refused (a newer trainer has it, this is another run's orchestrator, or
+        it does not let us in), and WaitTimeout where nobody answers."""
         self._attach = attach
         return self._request(
             attach,
@@ -315,11 +345,12 @@ class StatusLink:
     connection whose request was not answered in time is given up: an answer always belongs to its request.
     """
 
-    def __init__(self, address: str) -> None:
-        self._line = _Line(address, "watcher")
+    def __init__(self, address: str, key: ClientKey | None = None) -> None:
+        self._line = _Line(address, "watcher", key)
 
     def ask(self, timeout_s: float) -> Status:
-        """Raises WaitTimeout where nobody answers, ProtocolError where the answer can't be read."""
+        """Raises WaitTimeout where nobody answers, ProtocolError where the answer can't be read, Refused where
+        we are not let in or may not ask."""
         self._line.send(StatusRequest())
         deadline = time.monotonic() + timeout_s
         while (left := deadline - time.monotonic()) > 0:
@@ -332,8 +363,10 @@ class StatusLink:
                 ) from error
             if isinstance(answer, Status):
                 return answer
+            if isinstance(answer, Refused) and not answer.retry:
+                raise errors.Refused(answer.reason, hint=answer.hint)
         self.close()
-        self._line = _Line(self._line.address, "watcher")
+        self._line = _Line(self._line.address, "watcher", self._line.key)
         raise WaitTimeout(
             f"no orchestrator answered at {self._line.address} within {timeout_s:g} s",
             hint="is it running? name another with --orchestrator tcp://host:port",
@@ -351,7 +384,7 @@ class StatusLink:
         self.close()
 
 
-def ask_status(address: str, timeout_s: float) -> Status:
+def ask_status(address: str, timeout_s: float, key: ClientKey | None = None) -> Status:
     """One Status. Raises WaitTimeout where nobody answers within `timeout_s`."""
-    with StatusLink(address) as link:
+    with StatusLink(address, key) as link:
         return link.ask(timeout_s)

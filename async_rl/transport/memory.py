@@ -1,7 +1,7 @@
 """The in-memory twin of the ZeroMQ transport, for tests of whole conversations in one event loop.
 
 It encodes and decodes like the real one, so a message that would not cross a socket does not cross this
-either.
+either. Keys are compared, and nothing is encrypted: what would not be let in is not let in here either.
 """
 
 from __future__ import annotations
@@ -9,8 +9,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from async_rl.errors import ConfigError, Malformed, WaitTimeout
-from async_rl.transport.base import HIGH_WATER, SEND_LIMIT_S, frame_of, message_of, new_identity
+from async_rl.errors import ConfigError, Malformed, NotAllowed, Refused, WaitTimeout
+from async_rl.transport.allowed import Keyring
+from async_rl.transport.base import (
+    HIGH_WATER,
+    SEND_LIMIT_S,
+    Received,
+    frame_of,
+    message_of,
+    new_identity,
+)
+from async_rl.transport.keys import ClientKey
 from async_rl.wire import MAX_BATCH_BYTES, MAX_MESSAGE_BYTES, AnyMessage
 
 __all__ = ["MemoryDialer", "MemoryListener", "MemoryNetwork"]
@@ -24,7 +33,11 @@ class MemoryNetwork:
         self._ports = 0
 
     def bind(
-        self, address: str = "memory://any:0", *, max_bytes: int = MAX_MESSAGE_BYTES
+        self,
+        address: str = "memory://any:0",
+        *,
+        max_bytes: int = MAX_MESSAGE_BYTES,
+        keyring: Keyring | None = None,
     ) -> MemoryListener:
         """Raises ConfigError where somebody listens at the address already."""
         if address.endswith(":0"):
@@ -35,7 +48,7 @@ class MemoryNetwork:
             raise ConfigError(
                 f"{address} is already taken by another process", hint="choose another address"
             )
-        return MemoryListener(address, exchange, max_bytes)
+        return MemoryListener(address, exchange, max_bytes, keyring)
 
     def dial(
         self,
@@ -45,9 +58,10 @@ class MemoryNetwork:
         identity: bytes | None = None,
         high_water: int = HIGH_WATER,
         send_limit_s: float = SEND_LIMIT_S,
+        key: ClientKey | None = None,
     ) -> MemoryDialer:
         return MemoryDialer(
-            address, self._exchange(address), identity or new_identity(name), high_water, send_limit_s
+            address, self._exchange(address), identity or new_identity(name), high_water, send_limit_s, key
         )
 
     def _exchange(self, address: str) -> _Exchange:
@@ -64,30 +78,69 @@ class _Exchange:
 
 
 class MemoryListener:
-    def __init__(self, address: str, exchange: _Exchange, max_bytes: int) -> None:
+    def __init__(
+        self, address: str, exchange: _Exchange, max_bytes: int, keyring: Keyring | None = None
+    ) -> None:
         self._address = address
         self._exchange = exchange
         self._max_bytes = max_bytes
+        self._keyring = keyring
+        self._inside: set[MemoryDialer] = set()  # their handshake succeeded
         exchange.bound = True
 
     @property
     def address(self) -> str:
         return self._address
 
-    async def recv(self) -> tuple[bytes, AnyMessage | Malformed]:
-        return self._taken(*await self._exchange.incoming.get())
+    async def recv(self) -> tuple[bytes, Received]:
+        while True:
+            if (taken := self._taken(*await self._exchange.incoming.get())) is not None:
+                return taken
 
-    def _taken(self, sender: MemoryDialer, frames: Sequence[bytes]) -> tuple[bytes, AnyMessage | Malformed]:
+    def _taken(self, sender: MemoryDialer, frames: Sequence[bytes]) -> tuple[bytes, Received] | None:
+        """None for what comes from outside: it never arrives."""
         sender.room.release()
+        if not self._lets_in(sender):
+            return None
+        if self._keyring is not None:
+            assert sender.key is not None
+            public = sender.key.public.hex()
+            return sender.identity, self._keyring.received(public, sender.identity, frames, self._max_bytes)
         try:
             return sender.identity, message_of(frames, self._max_bytes)
         except Malformed as error:
             return sender.identity, error
 
-    def recv_now(self) -> tuple[bytes, AnyMessage | Malformed] | None:
-        if self._exchange.incoming.empty():
-            return None
-        return self._taken(*self._exchange.incoming.get_nowait())
+    def _lets_in(self, sender: MemoryDialer) -> bool:
+        """The handshake, once per dialer."""
+        if sender in self._inside:
+            return True
+        key, keyring = sender.key, self._keyring
+        if key is None and keyring is None:
+            reason = ""
+        elif key is None:
+            reason = "asks for a key, and we have no key"
+        elif keyring is None:
+            reason = f"has no keys, and we were given the key {key.name!r}"
+        elif key.server != keyring.public:
+            reason = f"does not have the server key {key.server.hex()}"
+        elif isinstance(keyring.find(key.public.hex()), NotAllowed):
+            reason = f"does not allow our key {key.name!r}"
+        else:
+            reason = ""
+        if reason:
+            sender.refuse(
+                Refused(f"the listener at {self._address} {reason}", hint="see `async-rl keys list`")
+            )
+            return False
+        self._inside.add(sender)
+        return True
+
+    def recv_now(self) -> tuple[bytes, Received] | None:
+        while not self._exchange.incoming.empty():
+            if (taken := self._taken(*self._exchange.incoming.get_nowait())) is not None:
+                return taken
+        return None
 
     async def send(self, peer: bytes, message: AnyMessage) -> None:
         frame = frame_of(message, MAX_BATCH_BYTES)
@@ -104,10 +157,18 @@ class MemoryListener:
 
 class MemoryDialer:
     def __init__(
-        self, address: str, exchange: _Exchange, identity: bytes, high_water: int, send_limit_s: float
+        self,
+        address: str,
+        exchange: _Exchange,
+        identity: bytes,
+        high_water: int,
+        send_limit_s: float,
+        key: ClientKey | None = None,
     ) -> None:
         self.identity = identity
+        self.key = key
         self.inbox: asyncio.Queue[bytes] = asyncio.Queue(high_water)
+        self._refused: Refused | None = None
         self.room = asyncio.Semaphore(high_water)  # for messages that the listener has not read yet
         self._address = address
         self._exchange = exchange
@@ -115,7 +176,16 @@ class MemoryDialer:
         exchange.dialers[identity] = self  # the same identity again takes over, as a reconnect does
 
     async def recv(self) -> AnyMessage:
-        return message_of([await self.inbox.get()], MAX_BATCH_BYTES)
+        frame = b"" if self._refused is not None else await self.inbox.get()
+        if self._refused is not None:
+            raise self._refused
+        return message_of([frame], MAX_BATCH_BYTES)
+
+    def refuse(self, reason: Refused) -> None:
+        if self._refused is None:
+            self._refused = reason
+            if not self.inbox.full():
+                self.inbox.put_nowait(b"")  # wakes who waits
 
     async def send(self, message: AnyMessage) -> None:
         await self.send_frames(frame_of(message, MAX_MESSAGE_BYTES))

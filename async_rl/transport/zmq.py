@@ -1,23 +1,40 @@
 """The transport over ZeroMQ: ROUTER (listener) and DEALER (dialer) on asyncio.
 
 ZeroMQ reconnects and frames; its own heartbeats find a broken path that TCP would not notice for minutes.
-Every error of the library is mapped here.
+With keys, everything is encrypted and both sides are authenticated (CURVE). Every error of the library is
+mapped here.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import zmq
 import zmq.asyncio
 
-from async_rl.errors import ConfigError, Malformed, WaitTimeout
+from async_rl.errors import ConfigError, Malformed, Refused, WaitTimeout
 from async_rl.log import get_logger
-from async_rl.transport.base import HIGH_WATER, SEND_LIMIT_S, frame_of, message_of, new_identity, printable
+from async_rl.threads import in_daemon_thread
+from async_rl.transport.allowed import Keyring
+from async_rl.transport.base import (
+    HIGH_WATER,
+    SEND_LIMIT_S,
+    Received,
+    frame_of,
+    message_of,
+    new_identity,
+    printable,
+)
+from async_rl.transport.handshake import Handshakes, asks_for_keys, event_of
+from async_rl.transport.keys import ClientKey
+from async_rl.transport.zap import start_zap
 from async_rl.wire import MAX_BATCH_BYTES, MAX_MESSAGE_BYTES, AnyMessage
 
-__all__ = ["ZmqDialer", "ZmqListener", "configure", "connect"]
+__all__ = ["ZmqDialer", "ZmqListener", "configure", "connect", "use_key", "watch_handshakes"]
 
 log = get_logger(__name__)
 
@@ -29,18 +46,39 @@ _HEARTBEAT_MS = 2_000
 _HEARTBEAT_TIMEOUT_MS = 10_000
 """Five missed pings, as in the protocol above; a machine that swaps for a second or two is not cut off."""
 _RECONNECT_MS, _RECONNECT_MAX_MS = 100, 5_000
+_SEALED_BYTES = 64
+"""An encrypted frame is longer than its message by less than this."""
+_WATCHED = (
+    zmq.Event.HANDSHAKE_SUCCEEDED
+    | zmq.Event.HANDSHAKE_FAILED_AUTH
+    | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
+    | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
+)
 
 
 class ZmqListener:
-    """A bound ROUTER. Raises ConfigError where the address is taken or can't be bound."""
+    """A bound ROUTER; with a keyring, encrypted and only for the keys in it. Raises ConfigError where the
+    address is taken or can't be bound."""
 
     def __init__(
-        self, address: str, *, max_bytes: int = MAX_MESSAGE_BYTES, high_water: int = HIGH_WATER
+        self,
+        address: str,
+        *,
+        max_bytes: int = MAX_MESSAGE_BYTES,
+        high_water: int = HIGH_WATER,
+        keyring: Keyring | None = None,
     ) -> None:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._max_bytes = max_bytes
+        self._keyring = keyring
         configure(self._socket, address, max_bytes, high_water)
+        if keyring is not None:
+            start_zap(zmq.Context.shadow(self._context.underlying), keyring)
+            self._socket.setsockopt(zmq.CURVE_SERVER, 1)
+            self._socket.setsockopt(zmq.CURVE_SECRETKEY, keyring.secret)
+            self._socket.setsockopt(zmq.ZAP_DOMAIN, b"async-rl")
+            self._socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         # A reconnecting peer arrives with its old identity while the old connection may still look alive:
         # without the handover the ROUTER would refuse it until TCP gives up.
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
@@ -59,21 +97,33 @@ class ZmqListener:
     def address(self) -> str:
         return self._address
 
-    async def recv(self) -> tuple[bytes, AnyMessage | Malformed]:
+    async def recv(self) -> tuple[bytes, Received]:
+        if self._keyring is not None:
+            return self._proved(await self._socket.recv_multipart(copy=False), self._keyring)
         return self._taken(await self._socket.recv_multipart())
 
-    def recv_now(self) -> tuple[bytes, AnyMessage | Malformed] | None:
+    def recv_now(self) -> tuple[bytes, Received] | None:
         try:
+            if self._keyring is not None:
+                return self._proved(self._plain.recv_multipart(zmq.NOBLOCK, copy=False), self._keyring)
             return self._taken(self._plain.recv_multipart(zmq.NOBLOCK))
         except zmq.Again:
             return None
 
-    def _taken(self, parts: list[bytes]) -> tuple[bytes, AnyMessage | Malformed]:
+    def _taken(self, parts: list[bytes]) -> tuple[bytes, Received]:
         peer, *frames = parts
         try:
             return peer, message_of(frames, self._max_bytes)
         except Malformed as error:
             return peer, error
+
+    def _proved(self, parts: Sequence[zmq.Frame], keyring: Keyring) -> tuple[bytes, Received]:
+        peer = parts[0].bytes
+        # What the handshake proved: zap.py put it there. Not the peer's word.
+        public: str | None = None
+        with contextlib.suppress(zmq.ZMQError):
+            public = str(parts[-1].get("User-Id"))
+        return peer, keyring.received(public, peer, [part.bytes for part in parts[1:]], self._max_bytes)
 
     async def send(self, peer: bytes, message: AnyMessage) -> None:
         frame = frame_of(message, MAX_BATCH_BYTES)
@@ -105,6 +155,7 @@ class ZmqDialer:
         max_bytes: int = MAX_MESSAGE_BYTES,
         high_water: int = HIGH_WATER,
         send_limit_s: float = SEND_LIMIT_S,
+        key: ClientKey | None = None,
     ) -> None:
         self.identity = identity or new_identity(name)
         self._address = address
@@ -114,15 +165,43 @@ class ZmqDialer:
         self._socket = self._context.socket(zmq.DEALER)
         configure(self._socket, address, max_bytes, high_water)
         self._socket.setsockopt(zmq.IDENTITY, self.identity)
+        if key is not None:
+            use_key(self._socket, key)
+        self._handshakes = Handshakes(address, key)
+        self._monitor = watch_handshakes(self._socket)
+        self._watching: asyncio.Task[Refused] | None = None
+        self._receiving: asyncio.Future[list[bytes]] | None = None
         try:
             connect(self._socket, address)
         except ConfigError:
-            self._socket.close(0)
+            self._let_go(0)
             self._context.term()
             raise
 
     async def recv(self) -> AnyMessage:
-        return message_of(await self._socket.recv_multipart(), self._max_bytes)
+        """Waits for: a message, or the word that we are not let in. A cancelled recv loses no message: the
+        next one goes on with what it waited for."""
+        if self._watching is None:
+            self._watching = asyncio.create_task(self._watch())
+        if self._receiving is None:
+            self._receiving = asyncio.ensure_future(self._socket.recv_multipart())
+        if not self._receiving.done():
+            either: list[asyncio.Future[Any]] = [self._receiving, self._watching]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if not self._receiving.done():
+            raise self._watching.result()
+        frames, self._receiving = self._receiving.result(), None
+        return message_of(frames, self._max_bytes)
+
+    async def _watch(self) -> Refused:
+        """Waits for: a handshake that says why it failed."""
+        while True:
+            event, _ = event_of(await self._monitor.recv_multipart())
+            verdict = self._handshakes.on(event)
+            if verdict == "look":
+                verdict = self._handshakes.looked(await in_daemon_thread(asks_for_keys, self._address))
+            if verdict is not None:
+                return verdict
 
     async def send(self, message: AnyMessage) -> None:
         await self.send_frames(frame_of(message, MAX_MESSAGE_BYTES))
@@ -138,8 +217,17 @@ class ZmqDialer:
             ) from error
 
     async def close(self) -> None:
-        self._socket.close(LINGER_MS)
+        ours = [task for task in (self._watching, self._receiving) if task is not None]
+        for task in ours:
+            task.cancel()
+        await asyncio.gather(*ours, return_exceptions=True)
+        self._let_go(LINGER_MS)
         await asyncio.to_thread(self._context.term)
+
+    def _let_go(self, linger_ms: int) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close(linger_ms)
 
 
 def configure(
@@ -148,7 +236,7 @@ def configure(
     """The options that every socket of ours has: bounded queues, message size and linger; heartbeats."""
     socket.setsockopt(zmq.SNDHWM, high_water)
     socket.setsockopt(zmq.RCVHWM, high_water)
-    socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
+    socket.setsockopt(zmq.MAXMSGSIZE, max_bytes + _SEALED_BYTES)  # message_of holds it to the byte
     socket.setsockopt(zmq.LINGER, LINGER_MS)
     # Only where asked for: else `localhost` would be tried as ::1, and addresses print as ::ffff:127.0.0.1.
     socket.setsockopt(zmq.IPV6, int("[" in address))
@@ -158,6 +246,21 @@ def configure(
     socket.setsockopt(zmq.HEARTBEAT_TTL, 2 * _HEARTBEAT_TIMEOUT_MS)
     socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
+
+
+def use_key(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, key: ClientKey) -> None:
+    """Before connecting: prove who we are, and accept only the listener that the key names."""
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, key.public)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, key.secret)
+    socket.setsockopt(zmq.CURVE_SERVERKEY, key.server)
+
+
+S = TypeVar("S", zmq.Socket[bytes], zmq.asyncio.Socket)
+
+
+def watch_handshakes(socket: S) -> S:
+    """A socket of the same kind from which the fate of every handshake can be read (handshake.py)."""
+    return socket.get_monitor_socket(_WATCHED)
 
 
 def connect(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, address: str) -> None:

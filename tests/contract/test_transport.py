@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 
 import pytest
 import zmq
 
 from async_rl import wire
-from async_rl.errors import ConfigError, Malformed, WaitTimeout
+from async_rl.errors import ConfigError, Malformed, NotAllowed, Refused, WaitTimeout
+from async_rl.transport.allowed import Allowed, Keyring, add, remove
 from async_rl.transport.base import from_here, is_loopback, new_identity
+from async_rl.transport.handshake import HUNG_UP
+from async_rl.transport.keys import ClientKey, new_secret
 from async_rl.transport.memory import MemoryNetwork
 from async_rl.transport.zmq import ZmqDialer, ZmqListener
 
@@ -211,6 +215,197 @@ async def test_an_address_that_is_taken_is_named(transport):
     with pytest.raises(ConfigError, match=re.escape(listener.address)) as caught:
         transport.bind(listener.address)
     assert caught.value.hint
+
+
+# ---------------------------------------------------------------- with keys
+
+
+@pytest.fixture
+def ring(tmp_path):
+    return Keyring.create(tmp_path / "keys")
+
+
+def make_key(ring, name, role="worker", *, allowed=True, server=None):
+    key = ClientKey(name, new_secret(), server or ring.public)
+    if allowed:
+        add(ring.folder, Allowed(role, name, key.public.hex()))
+    return key
+
+
+async def test_with_keys_an_allowed_dialer_is_heard_and_answered(transport, ring):
+    listener = transport.bind(keyring=ring)
+    dialer = transport.dial(listener.address, "w1", key=make_key(ring, "w1"))
+    await dialer.send(hello())
+    assert await soon(listener.recv()) == (dialer.identity, hello())
+    await listener.send(dialer.identity, wire.Announce(3, 2))
+    assert await soon(dialer.recv()) == wire.Announce(3, 2)
+
+
+@pytest.mark.parametrize(
+    ("case", "error"),
+    [
+        ("no key", "asks for a key.* we have no key"),
+        ("a key that was never allowed", "does not allow our key 'evil'"),
+        ("a key that was revoked before it came", "does not allow our key 'evil'"),
+        ("a listener of another key", "does not have the server key"),
+        ("a listener without keys", "has no keys.* the key 'evil'"),
+    ],
+)
+async def test_a_dialer_that_is_not_let_in_ends_with_a_clear_error_and_is_not_heard(
+    transport, ring, case, error
+):
+    keyed = case != "a listener without keys"
+    listener = transport.bind(keyring=ring if keyed else None)
+    key = make_key(
+        ring,
+        "evil",
+        allowed=case != "a key that was never allowed",
+        server=b"\7" * 32 if case == "a listener of another key" else None,
+    )
+    if case == "a key that was revoked before it came":
+        remove(ring.folder, "evil")
+    outside = transport.dial(listener.address, "evil", key=None if case == "no key" else key)
+    inside = transport.dial(listener.address, "w1", key=make_key(ring, "w1") if keyed else None)
+    await outside.send(hello("evil"))
+    hearing = asyncio.ensure_future(soon(listener.recv()))
+    for _ in range(2):  # and it stays so
+        with pytest.raises(Refused, match=error) as caught:
+            await soon(outside.recv())
+    assert caught.value.hint
+    await inside.send(hello())
+    assert await hearing == (inside.identity, hello()), "the first that was heard"
+
+
+async def test_a_revoked_key_is_refused_on_its_next_message_and_nobody_else_is(transport, ring):
+    listener = transport.bind(keyring=ring)
+    gone = transport.dial(listener.address, "w1", key=make_key(ring, "w1"))
+    stays = transport.dial(listener.address, "w2", key=make_key(ring, "w2"))
+    for dialer, name in ((gone, "w1"), (stays, "w2")):
+        await dialer.send(hello(name))
+        assert (await soon(listener.recv()))[1] == hello(name)
+    remove(ring.folder, "w1")
+    await gone.send(wire.Credit(1, 0))
+    peer, refused = await soon(listener.recv())
+    assert peer == gone.identity and isinstance(refused, NotAllowed)
+    assert (refused.code, refused.revoked, refused.retry) == ("key_revoked", "w1", False)
+    await stays.send(wire.Credit(2, 0))
+    assert await soon(listener.recv()) == (stays.identity, wire.Credit(2, 0))
+    await listener.send(gone.identity, wire.Refused(refused.message))  # it can be told
+    assert (await soon(gone.recv())).reason == "key 'w1' was revoked"
+
+
+async def test_what_a_revoked_key_sends_is_not_even_decoded(transport, ring):
+    listener = transport.bind(keyring=ring)
+    dialer = transport.dial(listener.address, "w1", key=make_key(ring, "w1"))
+    await dialer.send_frames(b"\xff not a message")
+    assert isinstance((await soon(listener.recv()))[1], Malformed)
+    remove(ring.folder, "w1")
+    await dialer.send_frames(b"\xff not a message")
+    assert isinstance((await soon(listener.recv()))[1], NotAllowed)
+
+
+async def test_a_list_that_cant_be_read_allows_nobody_until_it_can(transport, ring):
+    listener = transport.bind(keyring=ring)
+    dialer = transport.dial(listener.address, "w1", key=make_key(ring, "w1"))
+    await dialer.send(hello())
+    await soon(listener.recv())
+    whole = (ring.folder / "allowed").read_text()
+    (ring.folder / "allowed").write_text("worker w1\n")
+    await dialer.send(hello())
+    _, refused = await soon(listener.recv())
+    assert isinstance(refused, NotAllowed) and refused.retry and refused.code == "key_list"
+    (ring.folder / "allowed").write_text(whole)
+    await dialer.send(hello())
+    assert (await soon(listener.recv()))[1] == hello()
+
+
+async def test_no_worker_speaks_for_another_and_none_for_the_trainer(transport, ring):
+    listener = transport.bind(keyring=ring)
+    key = make_key(ring, "w1")
+    own, posing = (transport.dial(listener.address, name, key=key) for name in ("w1/7", "w2"))
+    for dialer, message, code in [
+        (own, hello("w1/7"), None),
+        (own, hello("w10"), "key_name"),
+        (posing, wire.Credit(1, 0), "key_name"),
+        (posing, hello("w1"), "key_name"),
+        (own, wire.NextBatch(1, 0), "key_role"),
+    ]:
+        await dialer.send(message)
+        _, heard = await soon(listener.recv())
+        assert getattr(heard, "code", None) == code, heard
+
+
+async def test_messages_that_are_here_already_obey_the_same_rules(transport, ring):
+    listener = transport.bind(keyring=ring)
+    dialer = transport.dial(listener.address, "w1", key=make_key(ring, "w1", "watcher"))
+    for message in (wire.StatusRequest(), hello(), wire.StatusRequest()):
+        await dialer.send(message)
+    heard = [(await soon(listener.recv()))[1]]
+    while len(heard) < 3:
+        if (now := listener.recv_now()) is not None:
+            heard.append(now[1])
+        await asyncio.sleep(0)
+    assert heard[0] == heard[2] == wire.StatusRequest() and isinstance(heard[1], NotAllowed)
+
+
+async def test_a_dialer_with_a_key_may_come_first_and_outlives_its_listener(transport, ring):
+    listener = transport.bind(keyring=ring)
+    address = listener.address
+    await transport.close(listener)
+    dialer = transport.dial(address, "w1", key=make_key(ring, "w1"))
+    for version in (1, 2):
+        receiving = asyncio.ensure_future(dialer.recv())
+        listener = transport.bind(address, keyring=Keyring.open(ring.folder))
+        message = None
+        while message is None or message.version != version:
+            await dialer.send(hello(version=version))
+            with contextlib.suppress(TimeoutError):
+                _, message = await asyncio.wait_for(listener.recv(), 0.1)
+        await listener.send(dialer.identity, wire.Announce(version, 0))
+        assert await soon(receiving) == wire.Announce(version, 0)
+        await transport.close(listener)
+
+
+async def test_a_tunnel_with_nobody_behind_it_is_waited_on(ring):
+    """It takes connections and hangs up, as a listener with another key does: only ZeroMQ meets it."""
+    hung_up = asyncio.Queue()
+
+    async def hang_up(_, writer):
+        writer.close()
+        hung_up.put_nowait(None)
+
+    tunnel = await asyncio.start_server(hang_up, "127.0.0.1", 0)
+    port = tunnel.sockets[0].getsockname()[1]
+    dialer = ZmqDialer(f"tcp://127.0.0.1:{port}", "w1", key=make_key(ring, "w1"))
+    receiving = asyncio.ensure_future(dialer.recv())
+    try:
+        await dialer.send(hello())
+        for _ in range(2 * (HUNG_UP + 1)):  # half of them are looks at the port
+            await soon(hung_up.get())
+        assert not receiving.done()
+    finally:
+        tunnel.close()
+    listener = ZmqListener(f"tcp://127.0.0.1:{port}", keyring=ring)
+    try:
+        assert (await soon(listener.recv()))[1] == hello()
+        await listener.send(dialer.identity, wire.Announce(1, 1))
+        assert await soon(receiving) == wire.Announce(1, 1)
+    finally:
+        await dialer.close()
+        await listener.close()
+
+
+async def test_a_message_of_exactly_the_limit_passes_encrypted_too(transport, ring):
+    whole = wire.Bye("x" * 1000)
+    listener = transport.bind(keyring=ring, max_bytes=len(wire.encode(whole)))
+    dialer = transport.dial(listener.address, "w1", key=make_key(ring, "w1"))
+    await dialer.send(whole)
+    assert (await soon(listener.recv()))[1] == whole
+    await dialer.send(wire.Bye("x" * 1001))
+    assert isinstance((await soon(listener.recv()))[1], Malformed)
+
+
+# ---------------------------------------------------------------- only ZeroMQ
 
 
 async def test_a_batch_larger_than_a_workers_message_may_be_reaches_a_dialer_that_allows_it():
