@@ -19,6 +19,7 @@ from typing import Any
 from async_rl.errors import AsyncRLError
 from async_rl.procs import Child, Fleet
 from async_rl.store.local_server import free_ports
+from async_rl.transport.keys import ClientKey
 from async_rl.transport.link import ask_status
 from async_rl.wire import Status
 
@@ -32,6 +33,7 @@ class LocalRun:
         self.folder = folder
         self.store_url = store_url
         self.address = f"tcp://127.0.0.1:{free_ports(1)[0]}"
+        self.key: ClientKey | None = None  # to ask for the status with
         self.fleet = Fleet(grace_s=20.0)
         self.trainer_folder = folder / "trainer"
         self.trainer_folder.mkdir(parents=True, exist_ok=True)
@@ -98,7 +100,7 @@ class LocalRun:
     def status(self) -> Status | None:
         """None while the orchestrator does not answer."""
         try:
-            return ask_status(self.address, timeout_s=2.0)
+            return ask_status(self.address, timeout_s=2.0, key=self.key)
         except AsyncRLError:
             return None
 

@@ -165,8 +165,8 @@ def _under_torchrun(
     address: str,
     resume: str,
     overrides: tuple[str, ...],
-    key_file: str,
-    server_key: str,
+    key_file: str = "",
+    server_key: str = "",
 ) -> None:
     from async_rl.log import setup
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from async_rl import wire
-from async_rl.errors import EnvironmentFailed, Malformed
+from async_rl.errors import EnvironmentFailed, Malformed, NotAllowed
 from async_rl.wire import LeaseProgress
 from tests.orchestration import TRAINER, Counting, Play, group, hello, train_key
 
@@ -42,6 +42,40 @@ def test_who_does_not_belong_here_is_refused_for_good_and_told_what_differs(who,
         (refused,) = play.attach(incarnation=2, peer=b"trainer:2", **changes)
     assert isinstance(refused, wire.Refused) and not refused.retry and refused.hint
     assert all(text in refused.reason for text in both)
+
+
+def turned_away(play, peer, **why):
+    (answer,) = [
+        m for p, m in play.control.receive(peer, NotAllowed("no", hint="ask", **why), play.now) if p == peer
+    ]
+    return answer
+
+
+def test_a_worker_whose_key_was_revoked_loses_its_leases_at_once_and_gets_none():
+    play = Play()
+    play.attach()
+    peer = play.join("fleet/1", capacity=2)
+    assert play.leases(peer)
+    before = play.status()
+    refused = turned_away(play, peer, code="key_revoked", revoked="fleet")
+    assert isinstance(refused, wire.Refused) and not refused.retry
+    status = play.status()
+    assert (before.workers[0].leases, status.workers) == (2, ()) and status.outstanding == 0
+    assert status.refused == {"key_revoked": 1}
+    other = play.join("w2", capacity=2)
+    assert len(play.leases(other)) == 2, "the prompts went back"
+
+
+@pytest.mark.parametrize(
+    "why", [{"code": "key_role"}, {"code": "key_name"}, {"code": "key_revoked", "revoked": "w2"}]
+)
+def test_what_a_key_may_not_say_changes_nothing_for_the_worker_it_names(why):
+    play = Play()
+    play.attach()
+    peer = play.join("w1", capacity=2)
+    before = play.status()
+    assert not turned_away(play, peer, **why).retry
+    assert play.status().workers == before.workers
 
 
 def test_strangers_are_told_to_introduce_themselves():

@@ -84,5 +84,7 @@ def test_without_keys_it_listens_to_this_machine_only_unless_told_otherwise(bind
     with pytest.raises(ConfigError, match="can be reached from other machines") as caught:
         check_bind(config)
     assert "insecure_remote = true" in caught.value.hint
+    assert "orchestrator.keys = DIR" in caught.value.hint
     check_bind(msgspec.structs.replace(config, insecure_remote=True))
+    check_bind(msgspec.structs.replace(config, keys="keys"))
     check_bind(OrchestratorConfig())
