@@ -68,7 +68,7 @@ def test_a_run_with_keys_trains_on_whom_it_allows_until_they_are_revoked(
             assert run.finish(outside[name], START_S) == 1, run.log(name)
             assert reason in run.log(name) and "Traceback" not in run.log(name)
 
-        looked = cli("lag", "--orchestrator", run.address, "--key", str(watcher))
+        looked = cli("lag", "--json", "--orchestrator", run.address, "--key", str(watcher))
         assert looked.returncode == 0 and "second/gpu7" in looked.stdout, looked.stderr
         refused = cli("lag", "--orchestrator", run.address)
         assert refused.returncode == 1 and "asks for a key" in refused.stderr
