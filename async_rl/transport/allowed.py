@@ -270,7 +270,7 @@ class Keyring:
         return refusal(entry, peer, message) or message
 
     def _refresh(self) -> None:
-        """Read the list again where the file is another one than before: one `stat` otherwise, about two
+        """Read the list again where the file is another one than before: one `stat` otherwise, some
         microseconds."""
         try:
             found = self._path.stat()

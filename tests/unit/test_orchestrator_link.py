@@ -16,6 +16,8 @@ from rich.console import Console
 from async_rl import errors, wire
 from async_rl.cli.lag import command, render
 from async_rl.errors import ConfigError, WaitTimeout
+from async_rl.transport.allowed import Allowed, Keyring, add, remove
+from async_rl.transport.keys import ClientKey, new_secret
 from async_rl.transport.link import StatusLink, TrainerLink, ask_status
 from async_rl.transport.zmq import ZmqDialer, ZmqListener
 from async_rl.wire import Attach
@@ -28,8 +30,9 @@ LIMIT_S = 10.0
 class Running:
     """An orchestrator in a thread, which can be stopped and started again at the same address."""
 
-    def __init__(self, address="tcp://127.0.0.1:0", **settings):
+    def __init__(self, address="tcp://127.0.0.1:0", keyring=None, **settings):
         self.settings = settings
+        self.keyring = keyring
         self.address = address
         self.start()
 
@@ -41,7 +44,7 @@ class Running:
 
     async def _main(self, ready):
         self.loop, self.stopped = asyncio.get_running_loop(), asyncio.Event()
-        listener = ZmqListener(self.address)
+        listener = ZmqListener(self.address, keyring=self.keyring)
         self.address = listener.address
         ready.set()
         play = Play(**self.settings)
@@ -339,3 +342,56 @@ def test_a_worker_beyond_the_limit_or_gone_or_fetching_can_be_told_at_a_glance()
     text = out.getvalue()
     assert "fetching 2 40%" in text and "100" in text
     assert [line.split()[4] for line in text.splitlines() if line.startswith("slow")] == ["4"]
+
+
+# ---------------------------------------------------------------- with keys
+
+
+@pytest.fixture
+def locked(tmp_path):
+    """An orchestrator with keys; `locked.key(role)` makes an allowed one."""
+    ring = Keyring.create(tmp_path / "keys")
+    running = Running(keyring=ring)
+
+    def key(role, *, server=ring.public):
+        made = ClientKey(f"{role}-{server[0]}", new_secret(), server)
+        add(ring.folder, Allowed(role, made.name, made.public.hex()))
+        return made
+
+    running.key = key
+    yield running
+    running.stop()
+
+
+def test_a_trainer_and_a_watcher_with_keys_are_served_and_a_revoked_trainer_is_told(locked):
+    key = locked.key("trainer")
+    with TrainerLink(locked.address, connect_timeout_s=LIMIT_S, key=key) as link:
+        link.attach(attach())
+        assert ask_status(locked.address, LIMIT_S, locked.key("watcher")).incarnation == 1
+        remove(locked.keyring.folder, key.name)
+        with pytest.raises(errors.Refused, match="was revoked"):
+            link.next_batch(1, 0, LIMIT_S)
+
+
+@pytest.mark.parametrize(
+    ("make", "error"),
+    [
+        (lambda key: None, "we have no key"),
+        (lambda key: ClientKey("x", new_secret(), key("watcher").server), "does not allow our key 'x'"),
+        (lambda key: key("trainer", server=b"\7" * 32), "does not have the server key"),
+        (lambda key: key("worker"), "role worker, which may not send Attach"),
+    ],
+)
+def test_a_trainer_that_is_not_let_in_says_why_before_its_limit(locked, make, error):
+    with (
+        TrainerLink(locked.address, connect_timeout_s=60.0, key=make(locked.key)) as link,
+        pytest.raises(errors.Refused, match=error),
+    ):
+        link.attach(attach())
+
+
+def test_a_watcher_that_is_not_let_in_says_why_every_time(locked):
+    with StatusLink(locked.address) as link:
+        for _ in range(2):
+            with pytest.raises(errors.Refused, match="we have no key"):
+                link.ask(LIMIT_S)
