@@ -181,7 +181,9 @@ class Demo:
             for key, value in settings.items()
             for arg in ("--set", f"rollout.{key}={toml_value(value)}")
         ]
-        return ["--store", self.store_url, "--orchestrator", self.address, "--worker-id", "demo-1", *sets]
+        there = ["--store", self.store_url, "--orchestrator", self.address]
+        there += ["--key", ""]  # whatever ASYNC_RL_KEY is
+        return [*there, "--worker-id", "demo-1", *sets]
 
     def _check(self, fleet: Fleet, deadline: float, awaited: str) -> None:
         """Raises ProcessFailed where a process ended that should not have, WaitTimeout at the limit."""

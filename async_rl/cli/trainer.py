@@ -72,7 +72,8 @@ def command(
             raise ConfigError("under torchrun every process is one rank", hint="leave out --nproc-per-node")
         _under_torchrun(config, run_file, orchestrator_address, resume, overrides, key_file, server_key)
         return
-    client_key(key_file, server_key)  # likewise
+    if orchestrator_address:
+        client_key(key_file, server_key)  # likewise
     with stop_signals(), Fleet(grace_s=STOP_LIMIT_S) as fleet, tempfile.TemporaryDirectory() as scratch:
         address = orchestrator_address
         if not address:
@@ -80,12 +81,8 @@ def command(
             server_key = ""
         argv = [sys.executable, "-m", "async_rl", "trainer", str(run_file)]
         argv += ["--orchestrator", address, "--resume", resume]
-        argv += [
-            "--key",
-            key_file,
-            "--server-key",
-            server_key,
-        ]  # also where empty: the environment's is not meant
+        # Also where they are empty: those of the environment are not meant for an orchestrator of our own.
+        argv += ["--key", key_file, "--server-key", server_key]
         argv += [arg for item in overrides for arg in ("--set", item)]
         threads = config.trainer.threads or max(1, (os.cpu_count() or 1) // nproc_per_node)
         ranks = [
