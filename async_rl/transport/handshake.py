@@ -5,8 +5,10 @@ ZeroMQ itself says nothing: a dialer with a wrong key waits like one whose liste
     nobody there, or a tunnel that closes at once    wait, as ever: the listener will come
     its list does not have our key                   Refused (HANDSHAKE_FAILED_AUTH)
     one side has keys and the other has none         Refused (HANDSHAKE_FAILED_PROTOCOL)
-    its key is not the one that we expect            Refused: it hangs up in the handshake, as a dying listener
-                                                     or an empty tunnel does too; so the port is asked what it is
+    its key is not the one that we expect            Refused, once it has hung up again and again
+
+The last one hangs up without a word, as a dying listener or an empty tunnel does too, and the one before it often
+does, when it is the faster side. So where somebody hung up, the port is asked what it is.
 """
 
 from __future__ import annotations
@@ -22,10 +24,10 @@ import zmq
 from async_rl.errors import Refused
 from async_rl.transport.keys import ClientKey
 
-__all__ = ["Handshakes", "asks_for_keys", "event_of"]
+__all__ = ["Handshakes", "event_of", "mechanism_at"]
 
 HUNG_UP = 3
-"""Times in a row, each confirmed by `asks_for_keys`: a listener that is being replaced looks like a wrong key
+"""Times in a row, each confirmed by `mechanism_at`: a listener that is being replaced looks like a wrong key
 once. With ZeroMQ's pauses between attempts this takes less than two seconds."""
 
 GREETING_LIMIT_S = 2.0
@@ -57,14 +59,18 @@ class Handshakes:
             return self._not_allowed()
         elif event == zmq.Event.HANDSHAKE_FAILED_PROTOCOL:
             return self._other_mechanism()
-        elif event == zmq.Event.HANDSHAKE_FAILED_NO_DETAIL and self._key is not None:
+        elif event == zmq.Event.HANDSHAKE_FAILED_NO_DETAIL:
             return "look"
         return None
 
-    def looked(self, asks_for_keys: bool) -> Refused | None:
-        """The port was looked at after a connection was hung up on."""
-        self._hung_up = self._hung_up + 1 if asks_for_keys else 0
-        return self._wrong_server() if self._hung_up >= HUNG_UP else None
+    def looked(self, mechanism: str) -> Refused | None:
+        """The port was looked at after a connection was hung up on: `mechanism_at` said this."""
+        right = mechanism == ("NULL" if self._key is None else "CURVE")
+        # The right kind without keys has no reason to hang up: it was going, or coming.
+        self._hung_up = 0 if not mechanism or (right and self._key is None) else self._hung_up + 1
+        if self._hung_up < HUNG_UP:
+            return None
+        return self._wrong_server() if right else self._other_mechanism()
 
     def _not_allowed(self) -> Refused:
         if self._key is None:
@@ -99,9 +105,9 @@ class Handshakes:
         )
 
 
-def asks_for_keys(address: str, limit_s: float = GREETING_LIMIT_S) -> bool:
-    """Whether a ZeroMQ listener with keys answers at tcp://host:port now: that much it says of itself, to
-    anybody, before any handshake. Blocking, at most `limit_s`."""
+def mechanism_at(address: str, limit_s: float = GREETING_LIMIT_S) -> str:
+    """CURVE or NULL, with or without keys: what the ZeroMQ listener at tcp://host:port speaks. That much it says of
+    itself, to anybody, before any handshake. Empty where none answers. Blocking, at most `limit_s`."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     deadline = time.monotonic() + limit_s
     received = b""
@@ -116,4 +122,4 @@ def asks_for_keys(address: str, limit_s: float = GREETING_LIMIT_S) -> bool:
                 break
             received += more
     whole = len(received) == _GREETING_BYTES and received[0] == 0xFF and received[9] == 0x7F
-    return whole and received[12:32].rstrip(b"\0") == b"CURVE"
+    return received[12:32].rstrip(b"\0").decode("ascii", "replace") if whole else ""

@@ -27,7 +27,7 @@ from async_rl import errors
 from async_rl.errors import AsyncRLError, ConfigError, Malformed, ProtocolError, WaitTimeout
 from async_rl.log import get_logger
 from async_rl.transport.base import HIGH_WATER, frame_of, message_of, new_identity
-from async_rl.transport.handshake import Handshakes, asks_for_keys, event_of
+from async_rl.transport.handshake import Handshakes, event_of, mechanism_at
 from async_rl.transport.keys import ClientKey
 from async_rl.transport.zmq import LINGER_MS, configure, connect, use_key, watch_handshakes
 from async_rl.wire import (
@@ -114,7 +114,7 @@ class _Line:
         event, _ = event_of(self._monitor.recv_multipart())
         verdict = self._handshakes.on(event)
         if verdict == "look":
-            verdict = self._handshakes.looked(asks_for_keys(self.address))
+            verdict = self._handshakes.looked(mechanism_at(self.address))
         if verdict is not None:
             self._failed = verdict
             raise verdict

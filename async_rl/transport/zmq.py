@@ -29,7 +29,7 @@ from async_rl.transport.base import (
     new_identity,
     printable,
 )
-from async_rl.transport.handshake import Handshakes, asks_for_keys, event_of
+from async_rl.transport.handshake import Handshakes, event_of, mechanism_at
 from async_rl.transport.keys import ClientKey
 from async_rl.transport.zap import start_zap
 from async_rl.wire import MAX_BATCH_BYTES, MAX_MESSAGE_BYTES, AnyMessage
@@ -199,7 +199,7 @@ class ZmqDialer:
             event, _ = event_of(await self._monitor.recv_multipart())
             verdict = self._handshakes.on(event)
             if verdict == "look":
-                verdict = self._handshakes.looked(await in_daemon_thread(asks_for_keys, self._address))
+                verdict = self._handshakes.looked(await in_daemon_thread(mechanism_at, self._address))
             if verdict is not None:
                 return verdict
 

@@ -21,7 +21,7 @@ from async_rl.transport.allowed import (
     refusal,
     remove,
 )
-from async_rl.transport.handshake import HUNG_UP, Handshakes, asks_for_keys
+from async_rl.transport.handshake import HUNG_UP, Handshakes, mechanism_at
 from async_rl.transport.keys import (
     ClientKey,
     client_key_text,
@@ -270,22 +270,36 @@ def test_a_listener_that_hangs_up_is_the_wrong_one_only_where_it_says_so_again_a
     handshakes = Handshakes("tcp://there:1", KEY)
     assert handshakes.on(zmq.Event.HANDSHAKE_FAILED_NO_DETAIL) == "look"
     for _ in range(HUNG_UP):
-        assert handshakes.looked(asks_for_keys=False) is None
+        assert handshakes.looked("") is None
     for _ in range(HUNG_UP - 1):
-        assert handshakes.looked(asks_for_keys=True) is None
+        assert handshakes.looked("CURVE") is None
     assert handshakes.on(zmq.Event.HANDSHAKE_SUCCEEDED) is None
     for _ in range(HUNG_UP - 1):
-        assert handshakes.looked(asks_for_keys=True) is None
-    verdict = handshakes.looked(asks_for_keys=True)
+        assert handshakes.looked("CURVE") is None
+    verdict = handshakes.looked("CURVE")
     assert isinstance(verdict, Refused) and f"server key {B}" in verdict.message
 
 
-def test_without_a_key_a_listener_that_hangs_up_is_waited_for():
-    assert Handshakes("tcp://there:1", None).on(zmq.Event.HANDSHAKE_FAILED_NO_DETAIL) is None
+@pytest.mark.parametrize(
+    ("key", "mechanism", "error"), [(None, "CURVE", "we have no key"), (KEY, "NULL", "has no keys")]
+)
+def test_a_listener_of_the_other_kind_that_hangs_up_first_is_found_out_too(key, mechanism, error):
+    handshakes = Handshakes("tcp://there:1", key)
+    assert handshakes.on(zmq.Event.HANDSHAKE_FAILED_NO_DETAIL) == "look"
+    for _ in range(HUNG_UP - 1):
+        assert handshakes.looked(mechanism) is None
+    assert error in handshakes.looked(mechanism).message
+
+
+def test_without_keys_a_listener_that_hangs_up_is_waited_for():
+    handshakes = Handshakes("tcp://there:1", None)
+    for mechanism in ("", "NULL"):
+        for _ in range(2 * HUNG_UP):
+            assert handshakes.looked(mechanism) is None
 
 
 @pytest.mark.parametrize("speaks", [b"HTTP/1.1 400 Bad Request\r\n\r\n" + b" " * 64, b"", b"\xff"])
-def test_a_port_that_speaks_something_else_does_not_ask_for_keys(speaks):
+def test_a_port_that_speaks_something_else_is_no_listener(speaks):
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
 
@@ -296,10 +310,10 @@ def test_a_port_that_speaks_something_else_does_not_ask_for_keys(speaks):
 
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
-        assert not asks_for_keys(address, 5.0)
+        assert mechanism_at(address, 5.0) == ""
         thread.join(5.0)
     for nowhere in (address, "ipc:///x", "tcp://host"):
-        assert not asks_for_keys(nowhere, 0.5)
+        assert mechanism_at(nowhere, 0.5) == ""
 
 
 def test_not_allowed_is_no_reason_to_print_a_secret(tmp_path):
