@@ -28,7 +28,7 @@ from async_rl.errors import ConfigError, Corrupt, Malformed, StoreUnavailable
 from async_rl.log import get_logger
 from orchestrator.records import DURABLE, Record, Snapshot, decode_record, encode_record
 
-__all__ = ["Journal", "MemoryJournal", "Place", "Spool"]
+__all__ = ["Journal", "MemoryJournal", "Place", "Spool", "committed_bodies"]
 
 log = get_logger(__name__)
 
@@ -300,6 +300,16 @@ class Spool:
                 os.fsync(folder)
             finally:
                 os.close(folder)
+
+
+def committed_bodies(data: bytes) -> Iterator[memoryview]:
+    """Of the records in a file's bytes that are whole and right; for whoever only reads."""
+    at = 0
+    while (found := _next_record(data, at)) is not None:
+        start, size, whole = found
+        at = start + _HEADER.size + size
+        if whole:
+            yield memoryview(data)[start + _HEADER.size : at]
 
 
 def _next_record(data: bytes, at: int) -> tuple[int, int, bool] | None:

@@ -56,7 +56,7 @@ from types import TracebackType
 from async_rl.errors import ConfigError
 from async_rl.wire import EvalScore
 
-__all__ = ["MetricsFile"]
+__all__ = ["MetricsFile", "plain"]
 
 Value = float | int | str | None
 
@@ -81,7 +81,7 @@ class MetricsFile:
     def write(self, values: Mapping[str, Value]) -> None:
         """One line, on disk when this returns as far as the operating system is concerned."""
         if self._file is not None:
-            line = {"time": round(time.time(), 3)} | {name: _plain(value) for name, value in values.items()}
+            line = {"time": round(time.time(), 3)} | {name: plain(value) for name, value in values.items()}
             self._file.write(json.dumps(line, allow_nan=False) + "\n")
             self._file.flush()
 
@@ -108,7 +108,8 @@ class MetricsFile:
         self.close()
 
 
-def _plain(value: Value) -> Value:
+def plain(value: Value) -> Value:
+    """As it is written: six digits, and None for what is not finite."""
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None
     return value

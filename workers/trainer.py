@@ -53,7 +53,7 @@ from workers.repeats import Repeats
 from workers.saver import Saver
 from workers.settings import ModelConfig, TrainerConfig
 
-__all__ = ["run_rank"]
+__all__ = ["learner_metrics", "prepare_torch", "run_rank"]
 
 log = get_logger(__name__)
 
@@ -82,7 +82,7 @@ def run_rank(
     Under torchrun every process calls it; without torchrun's environment it is the only rank.
     """
     device = choose_device(trainer.device)
-    _prepare_torch(trainer, device, seed)
+    prepare_torch(trainer, device, seed)
     with ExitStack() as stack:
         stopping = stack.enter_context(_stop_requests())
         group = stack.enter_context(rank_group(device, trainer.collective_wait_s))
@@ -214,7 +214,7 @@ def _train(
             "version": version,
             "incarnation": batch.incarnation,
             **_batch_metrics(trained, batch),
-            **_learner_metrics(stats, learning_rate),
+            **learner_metrics(stats, learning_rate),
             "refused": int(not applied),
             "refused/total": refused,
             "checkpoint/late": saver.late,
@@ -346,7 +346,7 @@ def _announce(
         repeats.committed(manifest)
 
 
-def _prepare_torch(trainer: TrainerConfig, device: torch.device, seed: int) -> None:
+def prepare_torch(trainer: TrainerConfig, device: torch.device, seed: int) -> None:
     torch.manual_seed(seed)
     if trainer.threads:
         torch.set_num_threads(trainer.threads)
@@ -415,7 +415,7 @@ def _batch_metrics(trained: Prepared, batch: Batch) -> dict[str, float | None]:
     }
 
 
-def _learner_metrics(stats: StepStats, learning_rate: float) -> dict[str, float | None]:
+def learner_metrics(stats: StepStats, learning_rate: float) -> dict[str, float | None]:
     return {
         "loss": stats.loss,
         "grad_norm": stats.grad_norm,

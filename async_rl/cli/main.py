@@ -28,6 +28,7 @@ COMMANDS = {
         "async_rl.cli.orchestrator",
         "Run the control plane by itself (a trainer starts its own).",
     ),
+    "replay": ("async_rl.cli.replay", "Train a recorded run's groups again, and compare the losses."),
     "lag": ("async_rl.cli.lag", "Show how far every worker's policy version is behind."),
     "keys": ("async_rl.cli.keys", "Make, list, allow and revoke the keys of an orchestrator."),
     "weights": (

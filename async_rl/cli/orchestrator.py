@@ -9,7 +9,7 @@ import click
 
 from async_rl.cli.options import set_option
 
-__all__ = ["command"]
+__all__ = ["command", "spool_folder"]
 
 
 @click.command("orchestrator")
@@ -41,12 +41,12 @@ def command(
         config=config.orchestrator,
         evaluation=config.eval,
         seed=config.run.seed,
-        spool=_spool(config.orchestrator.spool, config.trainer.out, config.run.store),
+        spool=spool_folder(config.orchestrator.spool, config.trainer.out, config.run.store),
         address_file=address_file,
         trainer_key=trainer_key,
     )
 
 
-def _spool(folder: str, out: str, store: str) -> Path:
+def spool_folder(folder: str, out: str, store: str) -> Path:
     """Runs that share trainer.out, as it is by default, do not share a spool."""
     return Path(folder or Path(out) / f"spool-{hashlib.sha256(store.encode()).hexdigest()[:8]}")
