@@ -49,7 +49,8 @@ _SLICE_S = 2.0
 lives."""
 
 _SLICE_PENDING_S = 0.2
-"""While weights wait to be published: the batch that is awaited may be waiting for them."""
+"""While weights wait to be published (the batch that is awaited may be waiting for them), or a checkpoint is on its
+way: between slices it gets on."""
 
 _CHECK_S = 5.0
 """While a batch is awaited, a newer trainer is looked for this often: one list request."""
@@ -127,8 +128,8 @@ class BatchFeed:
         check_ours: Callable[[], None] = lambda: None,
         catch_up: Callable[[int], bool] = lambda step: False,
     ) -> None:
-        """`catch_up` is called on every rank after each slice, with the steps done: it publishes what is pending,
-        and says whether something still is (Publisher.catch_up). Without it a batch that admission holds back
+        """`catch_up` is called on every rank before each slice, with the steps done: it publishes what is pending,
+        and says whether something still is (Publisher.catch_up, Saver.advance). Without it a batch that admission holds back
         until newer weights are out, and weights that wait for the next publish, would wait for each other.
 
         `check_ours` raises Fenced once a newer trainer has taken the run. Rank 0 asks it while it waits: the

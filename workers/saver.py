@@ -166,11 +166,13 @@ class Saver:
         else:
             self.advance()
 
-    def advance(self) -> None:
-        """Take note of what the threads have done, and start what can be started. Never waits for the store."""
+    def advance(self) -> bool:
+        """Take note of what the threads have done, and start what can be started; whether a checkpoint is on its way.
+        Never waits for the store."""
         self._settle(0.0)
         if self._due and self._job is None:
             self._begin()
+        return self._job is not None
 
     def finish(self) -> None:
         """Until the state after the last step is committed, unless it is already. Raises what stopped that, and
@@ -247,6 +249,7 @@ class Saver:
             return
         if not job.tables:
             job.tables = [each.sha256 for each in standings]
+            self._begin_commit(job)
             return
         self._job, self._parent, self._saved = None, checkpoints.name_of(job.progress), job.progress.step
         if job.commit is not None and job.commit.result is not None:
@@ -254,13 +257,17 @@ class Saver:
             if job.commit.result.resumable >= 0:
                 self._on_resumable(job.commit.result.resumable)
 
+    def _begin_commit(self, job: _Job) -> None:
+        ready = self._group.rank == 0 and self._lineage.newest >= job.version
+        if ready and job.commit is None:
+            job.commit = _Work(f"commit-{job.progress.step}", lambda: self._commit(job))
+
     def _standing(self, job: _Job, wait_s: float) -> _Standing:
         work: _Work[str] | _Work[_Committed] | None = job.upload
         if job.tables and self._group.rank != 0:
             return _Standing()
         if job.tables:
-            if job.commit is None and self._lineage.newest >= job.version:
-                job.commit = _Work(f"commit-{job.progress.step}", lambda: self._commit(job))
+            self._begin_commit(job)
             work = job.commit
         if work is None:
             self._closing.wait(wait_s)

@@ -231,8 +231,9 @@ def _train(
 
 
 def _between_slices(publisher: Publisher, saver: Saver, step: int) -> bool:
-    saver.advance()
-    return publisher.catch_up(step)
+    """Whether anything waits for the next one: then slices are short."""
+    on_its_way = saver.advance()
+    return publisher.catch_up(step) or on_its_way
 
 
 # ---------------------------------------------------------------- beginning

@@ -249,7 +249,7 @@ def test_two_ranks_take_over_what_one_began_and_stop_together(tmp_path: Path, mo
         orchestrator(two_more_then_silence) as script,
         pytest.raises(Exception, match="no batch for step 3 within"),
     ):
-        settings = {"steps": 4, "checkpoint_every": 1, "batch_wait_s": 15.0}
+        settings = {"steps": 4, "checkpoint_every": 1, "batch_wait_s": 8.0}
         as_ranks(train_at, 2, script.address, tmp_path, model, settings)
     steps = [line for line in metrics(tmp_path) if "reward/mean" in line]
     assert [line["step"] for line in steps] == [1, 2, 3]
