@@ -129,8 +129,8 @@ class BatchFeed:
         catch_up: Callable[[int], bool] = lambda step: False,
     ) -> None:
         """`catch_up` is called on every rank before each slice, with the steps done: it publishes what is pending,
-        and says whether something still is (Publisher.catch_up, Saver.advance). Without it a batch that admission holds back
-        until newer weights are out, and weights that wait for the next publish, would wait for each other.
+        and says whether something still is (Publisher.catch_up, Saver.advance). Without it a batch that admission
+        holds back until newer weights are out, and weights that wait for the next publish, would wait for each other.
 
         `check_ours` raises Fenced once a newer trainer has taken the run. Rank 0 asks it while it waits: the
         workers follow the newer trainer's versions, so a batch may never come, and without a batch there is
