@@ -75,7 +75,7 @@ def replay(
             learner.restored(checkpoint.progress.updates)
             step = checkpoint.progress.step
         for batch in recording.batches(step):
-            lineage.pinned = recording.newest.get(batch.incarnation, max(recording.tree))
+            lineage.pinned = recording.newest.get(batch.incarnation, max(recording.tree, default=-1))
             trained = prepare(
                 batch, lineage, step=batch.step, max_lag=max_lag, vocab_size=learner.vocab_size
             )
