@@ -23,7 +23,9 @@ __all__ = ["command"]
     help="never: the initial weights; latest or a step: that checkpoint's.",
 )
 @click.option(
-    "--spool", type=click.Path(path_type=Path), help="The orchestrator's folder, or a copy of it."
+    "--spool",
+    type=click.Path(path_type=Path),
+    help="The orchestrator's folder, or a copy of it; by default where the run file has it.",
 )
 @click.option(
     "--metrics",
