@@ -19,7 +19,7 @@ from async_rl.store import open_store
 from async_rl.transport.memory import MemoryNetwork
 from async_rl.weights.config import WeightsConfig
 from async_rl.weights.lineage import read_manifest
-from async_rl.weights.readers import live_readers
+from async_rl.weights.readers import ReaderBeat, live_readers
 from async_rl.weights.subscriber import Subscriber
 from async_rl.wire import (
     Ack,
@@ -268,8 +268,14 @@ async def test_the_store_knows_which_versions_a_worker_needs_until_it_leaves(wor
         await w.serve()
         await until(lambda: [beat.worker for beat in live_readers(w.store)] == ["w1"], "the first beat")
         w.worker._say_now.set()
-        await until(lambda: [beat.versions for beat in live_readers(w.store)] == [(0,)], "another")
-        assert live_readers(w.store)[0].expires_s == 5 * QUICK.beat_s
+        found: list[ReaderBeat] = []
+
+        def another() -> bool:
+            found[:] = live_readers(w.store)
+            return [beat.versions for beat in found] == [(0,)]
+
+        await until(another, "another")
+        assert found[0].expires_s == 5 * QUICK.beat_s
         await w.orchestrator.say(Drain("the run is finished"))
         await w.orchestrator.expect(Bye)
         assert await asyncio.wait_for(w.running, 10.0) is None
