@@ -20,6 +20,7 @@ import os
 import secrets
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -150,6 +151,8 @@ class RolloutWorker:
         self._beat_now = asyncio.Event()
         self._look_now = asyncio.Event()  # for a new version
         self._say_now = asyncio.Event()  # which versions are needed
+        self._beats = threading.Lock()  # one word about it at a time
+        self._needs_nothing = False
         self._version_served = asyncio.Condition()
         self._all_acknowledged = asyncio.Event()
         self._all_acknowledged.set()
@@ -555,24 +558,33 @@ class RolloutWorker:
     async def _say_needs(self) -> None:
         """Waits for: the next beat, or a version that can't be had. Garbage collection goes by what is said here, and
         so can a trainer whose last way was lost; without it this worker finds another path."""
-        store, pause_s = self.subscriber.store, self.subscriber.config.beat_s
+        pause_s = self.subscriber.config.beat_s
         while True:
             beat = ReaderBeat(
                 self.name, self.subscriber.needed_versions, 5 * pause_s, self.subscriber.lacks
             )
             try:
-                await in_daemon_thread(write_beat, store, beat)
+                await in_daemon_thread(self._write_beat, beat)
             except StoreError as error:
                 log.debug("the store does not know which versions are needed here", error=str(error))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._say_now.wait(), pause_s)
             self._say_now.clear()
 
+    def _write_beat(self, beat: ReaderBeat) -> None:
+        """In a thread, which a cancelled wait leaves behind: what it writes must not come after `_drop_beat`."""
+        with self._beats:
+            if not self._needs_nothing:
+                write_beat(self.subscriber.store, beat)
+
+    def _drop_beat(self) -> None:
+        self._needs_nothing = True
+        with self._beats:
+            drop_beat(self.subscriber.store, self.name)
+
     async def _need_nothing(self) -> None:
         try:
-            await asyncio.wait_for(
-                in_daemon_thread(drop_beat, self.subscriber.store, self.name), LAST_BEAT_S
-            )
+            await asyncio.wait_for(in_daemon_thread(self._drop_beat), LAST_BEAT_S)
         except (StoreError, TimeoutError) as error:
             log.debug("the last beat stays until it expires", error=str(error))
 

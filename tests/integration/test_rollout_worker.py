@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import threading
 from collections.abc import AsyncIterator
@@ -15,11 +16,11 @@ import pytest
 
 from async_rl.algo.staleness import Node, Tree
 from async_rl.errors import EngineError, Refused, StoreUnavailable
-from async_rl.store import open_store
+from async_rl.store import ObjectStore, open_store
 from async_rl.transport.memory import MemoryNetwork
 from async_rl.weights.config import WeightsConfig
 from async_rl.weights.lineage import read_manifest
-from async_rl.weights.readers import ReaderBeat, live_readers
+from async_rl.weights.readers import ReaderBeat, live_readers, write_beat
 from async_rl.weights.subscriber import Subscriber
 from async_rl.wire import (
     Ack,
@@ -44,6 +45,7 @@ from orchestrator.acceptance import Fault, Requirements, examine
 from orchestrator.versions import Versions
 from tests.rollout_support import Judge, Orchestrator, Steps, Trainer, Truth, until
 from tests.weights_support import ScriptedStore, raises
+from workers import rollout
 from workers.engines import make_engine
 from workers.rollout import RolloutWorker
 from workers.rollout_ending import Ending
@@ -279,6 +281,31 @@ async def test_the_store_knows_which_versions_a_worker_needs_until_it_leaves(wor
         await w.orchestrator.say(Drain("the run is finished"))
         await w.orchestrator.expect(Bye)
         assert await asyncio.wait_for(w.running, 10.0) is None
+        assert live_readers(w.store) == []
+
+
+async def test_a_beat_that_is_on_its_way_when_the_worker_leaves_does_not_stay(world, monkeypatch):
+    began, let_go, written = threading.Event(), threading.Event(), threading.Event()
+
+    def slow(store: ObjectStore, beat: ReaderBeat) -> None:
+        began.set()
+        let_go.wait(10.0)
+        write_beat(store, beat)
+        written.set()
+
+    async with world() as w:
+        await w.serve()
+        await until(lambda: [beat.worker for beat in live_readers(w.store)] == ["w1"], "the first beat")
+        monkeypatch.setattr(rollout, "write_beat", slow)
+        w.worker._say_now.set()
+        await until(began.is_set, "a beat on its way")
+        await w.orchestrator.say(Drain("the run is finished"))
+        await w.orchestrator.expect(Bye)
+        with contextlib.suppress(TimeoutError):  # without a guard it has left by then
+            await asyncio.wait_for(asyncio.shield(w.running), 1.0)
+        let_go.set()
+        await until(written.is_set, "the beat")
+        await asyncio.wait_for(w.running, 10.0)
         assert live_readers(w.store) == []
 
 
