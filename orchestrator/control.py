@@ -267,7 +267,11 @@ class Control:
         if session.finish_by is None:
             session.step, session.asked = finish.step, None
             session.finish_by = now + (self._config.final_eval_s if finish.evaluate else 0.0)
-            self._cancel(session.ledger.held, "training is finished")  # what comes all the same is stored
+            held = session.ledger.stand_down()
+            self._cancel(held, "training is finished")
+            for name in {each.worker for each in held}:
+                if (free := self._roster.get(name)) is not None:
+                    self._emptiest.touch(free)  # for the last evaluation
             if finish.evaluate:
                 cancel = session.evals.start(session.versions.newest, session.versions.newest_step)
                 self._cancel(cancel, "the final version is being evaluated")

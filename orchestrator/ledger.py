@@ -281,10 +281,13 @@ class GroupLedger:
     def worker_left(self, worker: str, reason: str, *, counted: bool) -> list[Failure]:
         return [self._return(held, reason, counted=counted) for held in self._pool.of_worker(worker)]
 
-    @property
-    def held(self) -> list[Held]:
-        """The leases that run."""
-        return list(self._pool.held)
+    def stand_down(self) -> list[Held]:
+        """Nothing more is needed: all leases go back, and are to be cancelled. What arrives for them all the same is
+        stored: the run may go on another day."""
+        held = list(self._pool.held)
+        for each in held:
+            self._write(Returned(each.lease, counted=False, final=False))
+        return held
 
     # ---------------------------------------------------------------- groups
 

@@ -7,6 +7,7 @@ import pytest
 from async_rl import wire
 from async_rl.errors import EnvironmentFailed, Malformed, NotAllowed
 from async_rl.wire import LeaseProgress
+from orchestrator.config import EvalConfig
 from tests.orchestration import TRAINER, Counting, Play, group, hello, train_key
 
 # ---------------------------------------------------------------- handshakes
@@ -465,3 +466,16 @@ def test_a_trainer_that_stopped_asking_is_shown_as_absent():
     assert play.status().trainer == "waiting"
     play.now += 20
     assert play.status().trainer == "absent"
+
+
+def test_the_last_evaluation_does_not_wait_for_leases_that_were_cancelled():
+    play = Play(evaluation=EvalConfig(every=5, prompts=3))
+    play.attach(version=1, version_step=0)
+    w1 = play.join(version=1, capacity=4)
+    training = play.leases(w1)
+    assert len(training) == 4 and all(lease.key.split == "train" for lease in training)
+    play.say(TRAINER, wire.Finish(1, 0))
+    assert [lease.key.split for lease in play.leases(w1)] == ["eval"] * 3
+    assert play.status().outstanding == 0
+    (ack,) = play.deliver(w1, training[0], version=1)
+    assert isinstance(ack, wire.Ack) and play.status().buffered == 1, "what comes all the same is kept"
