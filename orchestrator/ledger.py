@@ -450,6 +450,7 @@ class GroupLedger:
             self._stored.clear()
             self._buffer.clear()
             self._hashes.clear()
+            self._given_up.clear()
             self.frontier = self.resumable = 0
         self._replay = self._branches.take(took.incarnation, took.origin, took.step)
         end = took.step + len(self._replay)

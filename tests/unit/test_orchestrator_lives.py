@@ -249,3 +249,18 @@ def test_a_version_whose_trainer_could_not_tell_is_known_from_the_next_one():
         peer=SECOND,
     )
     assert isinstance(play.deliver(w1, lease, version=1)[0], wire.Ack)
+
+
+def test_in_a_run_that_begins_again_a_prompt_that_was_given_up_is_one_like_others():
+    play = Play(batch_groups=1, max_lag=0, max_attempts=1)
+    play.attach()
+    w1 = play.join()
+    (lease,) = play.leases(w1)
+    play.say(w1, wire.Failed(lease.lease, lease.key, "it raised"))
+    assert play.status().dropped == {"failed": 1}
+    play.attach(incarnation=2, version=1, parent=0, anew=True, peer=SECOND)
+    again = next(each for each in play.take(w1) + play.beat(w1, version=1) if isinstance(each, wire.Lease))
+    assert again.key == lease.key
+    for _ in range(2):  # the first Ack was lost
+        answers = play.deliver(w1, again, version=1)
+        assert isinstance(answers[0], wire.Ack)
