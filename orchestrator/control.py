@@ -115,6 +115,11 @@ class Control:
         """Play the journal of earlier lives, before anything is received. How many records it had."""
         return self._ledger.restore(records, now)
 
+    def rotate(self) -> None:
+        """Between two turns: begin a new file of the journal where it is time. Raises StoreUnavailable where the disk
+        is full; nothing is lost by it."""
+        self._ledger.rotate()
+
     # ---------------------------------------------------------------- in
 
     def receive(self, peer: bytes, message: Received, now: float) -> Outgoing:

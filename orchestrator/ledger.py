@@ -342,8 +342,6 @@ class GroupLedger:
         self._write(assigned, now)
         formed = self._formed(assigned)
         self.sweep(now)
-        if self._journal.due():
-            self._journal.begin(self.snapshot())
         return formed
 
     def formed(self, step: int) -> Formed | None:
@@ -359,9 +357,14 @@ class GroupLedger:
         for record, place in records:
             self._apply(record, place, now)
             count += 1
+        self.rotate()
+        return count
+
+    def rotate(self) -> None:
+        """Begin a new file of the journal where it is time for one, with all that is known. Raises StoreUnavailable
+        where the disk is full: the old file goes on, and this can be tried again."""
         if self._journal.due():
             self._journal.begin(self.snapshot())
-        return count
 
     def snapshot(self) -> Snapshot:
         opened = self.opened or Opened("", "")

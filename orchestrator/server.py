@@ -32,6 +32,8 @@ log = get_logger(__name__)
 MESSAGES_PER_TURN = 256
 """Written with one fsync. More would only delay the first one's answer."""
 FULL_PAUSE_S = 1.0
+ROTATE_PAUSE_S = 10.0
+"""Between two attempts to begin a new spool file on a full disk."""
 TICK_S = 0.1
 """How late an expiry, a silent worker or the end of a hold may be noticed; far below the limits
 themselves."""
@@ -56,7 +58,7 @@ async def serve(
     """
     receiving = asyncio.create_task(listener.recv())
     stopping = asyncio.create_task(stop.wait())
-    ticked = clock()
+    ticked = rotate_after = clock()
     try:
         while not control.ended(clock()) and (control.finished or not stop.is_set()):
             awaited = {receiving} if stopping.done() else {receiving, stopping}
@@ -75,6 +77,8 @@ async def serve(
                 outgoing += control.tick(now)
                 ticked = now
             await _commit(journal, full_wait_s)
+            if (now := clock()) >= rotate_after:
+                rotate_after = now + (0.0 if _rotate(control) else ROTATE_PAUSE_S)
             for peer, answer in outgoing:
                 await listener.send(peer, answer)
     finally:
@@ -99,6 +103,16 @@ async def _commit(journal: Journal, full_wait_s: float) -> None:
                 raise
             log.error("waiting for room on the disk", reason=error.message, hint=error.hint)
         await asyncio.sleep(FULL_PAUSE_S)
+
+
+def _rotate(control: Control) -> bool:
+    """A new file of the journal can wait: on a full disk the old one goes on."""
+    try:
+        control.rotate()
+    except StoreUnavailable as error:
+        log.warning("no new spool file could be begun", reason=error.message, hint=error.hint)
+        return False
+    return True
 
 
 def run_orchestrator(

@@ -14,6 +14,7 @@ says so) is passed over, loudly and counted: its prompt is simply leased again.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -39,7 +40,6 @@ _HEADER = struct.Struct(
 SEGMENT_BYTES = 64 << 20
 LOCK_LIMIT_S = 20.0
 """An orchestrator that was asked to stop may take some seconds to let go."""
-FULL_PAUSE_S = 1.0
 
 
 class Place(NamedTuple):
@@ -71,7 +71,9 @@ class Journal(Protocol):
         """Whether a new file should be begun, with a Snapshot."""
         ...
 
-    def begin(self, snapshot: Snapshot) -> None: ...
+    def begin(self, snapshot: Snapshot) -> None:
+        """Commit, and begin it. Raises StoreUnavailable where the disk is full; to be tried again."""
+        ...
 
     def keep_from(self, segment: int) -> None:
         """No record in an older file is needed any more."""
@@ -149,6 +151,7 @@ class Spool:
         self._segment = 0
         self._size = 0  # of the newest file, what is pending included
         self._pending: list[bytes] = []
+        self._bodies: dict[int, bytes] = {}  # of the pending records, by offset
         self._written = 0  # of the newest file
         self._dirty = False  # something durable is pending
 
@@ -202,8 +205,8 @@ class Spool:
     def append(self, record: Record) -> Place:
         body = encode_record(record)
         place = Place(self._segment, self._size + _HEADER.size, len(body))
-        head = _HEADER.pack(MAGIC, len(body), zlib.crc32(body), 0)[:-4]
-        self._pending += (head, zlib.crc32(head).to_bytes(4, "little"), body)
+        self._pending += _framed(body)
+        self._bodies[place.offset] = body
         self._size += _HEADER.size + len(body)
         self._dirty = self._dirty or isinstance(record, DURABLE)
         return place
@@ -225,22 +228,28 @@ class Spool:
             data = memoryview(b"".join(self._pending))
             done = self._written - (self._size - len(data))  # of an attempt before
             while done < len(data):
-                try:
+                with self._full_disk():
                     wrote = os.pwrite(self._file, data[done:], self._written)
-                except OSError as error:
-                    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                        raise
-                    raise StoreUnavailable(
-                        f"the disk of the spool {self._folder} is full",
-                        hint="make room: until then nothing is acknowledged, and nothing is lost",
-                    ) from error
                 done += wrote
                 self._written += wrote
             self._pending.clear()
+            self._bodies.clear()
+
+    @contextlib.contextmanager
+    def _full_disk(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise StoreUnavailable(
+                f"the disk of the spool {self._folder} is full",
+                hint="make room: until then nothing is acknowledged, and nothing is lost",
+            ) from error
 
     def read(self, place: Place) -> Record:
-        if place.segment == self._segment and place.offset + place.size > self._written:
-            self._write_pending()
+        if place.segment == self._segment and (pending := self._bodies.get(place.offset)) is not None:
+            return decode_record(pending)
         with self._path(place.segment).open("rb") as file:
             head = os.pread(file.fileno(), _HEADER.size, place.offset - _HEADER.size)
             body = os.pread(file.fileno(), place.size, place.offset)
@@ -257,18 +266,21 @@ class Spool:
         return self._size == 0 or self._size >= self._segment_bytes
 
     def begin(self, snapshot: Snapshot) -> None:
-        """A new file, that begins with `snapshot`."""
-        if self._segment:
-            self.commit()
-            os.close(self._file)
+        """A new file, that begins with `snapshot`. It takes the place of the one that is appended to when it is on
+        the disk, whole. Raises StoreUnavailable where the disk is full: then nothing has changed."""
+        self.commit()
         segment = self._segment + 1
-        self._path(segment).touch()
+        path = self._path(segment)
+        try:
+            with self._full_disk():
+                self._write_file(path, b"".join(_framed(encode_record(snapshot))))
+        except StoreUnavailable:
+            path.unlink(missing_ok=True)
+            raise
+        if self._file >= 0:
+            os.close(self._file)
         self._segments.append(segment)
         self._open(segment)
-        self.append(snapshot)
-        self._dirty = True
-        self.commit()
-        self._sync_folder()
 
     def keep_from(self, segment: int) -> None:
         gone = [each for each in self._segments if each < min(segment, self._segment)]
@@ -280,6 +292,8 @@ class Spool:
         if self._file >= 0:
             try:
                 self.commit()
+            except StoreUnavailable as error:
+                log.error("the last records were not written", reason=error.message)
             finally:
                 os.close(self._file)
                 self._file = -1
@@ -289,6 +303,15 @@ class Spool:
         self._file = os.open(self._path(segment), os.O_RDWR)
         self._segment = segment
         self._size = self._written = os.fstat(self._file).st_size
+
+    def _write_file(self, path: Path, data: bytes) -> None:
+        with path.open("wb", buffering=0) as file:
+            view = memoryview(data)
+            while view:
+                view = view[file.write(view) :]
+            if self._fsync:
+                os.fsync(file.fileno())
+        self._sync_folder()
 
     def _path(self, segment: int) -> Path:
         return self._folder / f"{segment:08}.log"
@@ -300,6 +323,12 @@ class Spool:
                 os.fsync(folder)
             finally:
                 os.close(folder)
+
+
+def _framed(body: bytes) -> tuple[bytes, bytes, bytes]:
+    """The parts of a record in a file."""
+    head = _HEADER.pack(MAGIC, len(body), zlib.crc32(body), 0)[:-4]
+    return head, zlib.crc32(head).to_bytes(4, "little"), body
 
 
 def committed_bodies(data: bytes) -> Iterator[memoryview]:

@@ -5,9 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
+
+import pytest
 
 from async_rl import wire
+from async_rl.errors import StoreUnavailable
 from async_rl.transport.memory import MemoryNetwork
+from orchestrator import server
 from orchestrator.config import EvalConfig
 from orchestrator.server import serve
 from orchestrator.spool import MemoryJournal
@@ -61,10 +66,33 @@ async def worker(dialer, name):
                 raise AssertionError(nack.reason)
 
 
-async def test_a_run_from_attach_to_finished():
+class NoRoom(MemoryJournal):
+    """It is time for a new file, and there is no room for one; nor, at first, for the records."""
+
+    def __init__(self):
+        super().__init__()
+        self.refused = Counter()
+
+    def due(self):
+        return True
+
+    def begin(self, snapshot):
+        self.refused["begin"] += 1
+        raise StoreUnavailable("the disk is full")
+
+    def commit(self):
+        if len(self.records) and not self.refused["commit"]:
+            self.refused["commit"] += 1
+            raise StoreUnavailable("the disk is full")
+
+
+@pytest.mark.parametrize("journal", [MemoryJournal, NoRoom])
+async def test_a_run_from_attach_to_finished(journal, monkeypatch):
+    monkeypatch.setattr(server, "FULL_PAUSE_S", 0.01)
+    monkeypatch.setattr(server, "ROTATE_PAUSE_S", 0.0)
     network = MemoryNetwork()
     listener = network.bind("memory://orchestrator")
-    play = Play(evaluation=EvalConfig(every=2, prompts=3), max_lag=1)
+    play = Play(evaluation=EvalConfig(every=2, prompts=3), max_lag=1, journal=journal())
     lags: list[int] = []
     dial = [network.dial(listener.address, name) for name in ("trainer", "w1", "w2")]
     results = await asyncio.wait_for(
@@ -82,6 +110,8 @@ async def test_a_run_from_attach_to_finished():
     train = [key for each in keys for key in each if key.split == "train"]
     assert len(set(train)) == len(train) >= STEPS * 2
     assert all(keys), "both workers were used"
+    if journal is NoRoom:
+        assert play.journal.refused["begin"] > 1 and play.journal.refused["commit"] == 1
 
 
 async def test_the_stop_ends_the_loop_at_once():

@@ -160,7 +160,7 @@ def test_a_folder_that_can_not_be_used_is_a_clear_error(tmp_path):
 
 def test_a_full_disk_loses_nothing_and_is_tried_again(folder, monkeypatch):
     spool, _ = opened(folder)
-    spool.append(arrived(0))
+    place = spool.append(arrived(0))
     room = [30]
     write = os.pwrite
 
@@ -176,6 +176,7 @@ def test_a_full_disk_loses_nothing_and_is_tried_again(folder, monkeypatch):
         with pytest.raises(StoreUnavailable, match="is full"):
             spool.commit()
         assert spool.pending
+        assert spool.read(place).ordinal == 0, "what waits for the disk can be read"
         room[0] = 10
     monkeypatch.setattr(os, "pwrite", write)
     spool.append(arrived(1))
@@ -183,6 +184,30 @@ def test_a_full_disk_loses_nothing_and_is_tried_again(folder, monkeypatch):
     spool.close()
     _, found = opened(folder)
     assert [record.ordinal for record, _ in found[1:]] == [0, 1]
+
+
+def test_a_disk_that_is_full_when_a_new_file_is_begun_leaves_the_old_one_in_use(folder, monkeypatch):
+    spool, _ = opened(folder)
+    spool.append(arrived(0))
+    spool.commit()
+    files = sorted(folder.glob("*.log"))
+
+    def full(self, path, data):
+        path.write_bytes(data[:10])
+        raise OSError(errno.ENOSPC, "no space")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Spool, "_write_file", full)
+        with pytest.raises(StoreUnavailable, match="is full"):
+            spool.begin(empty_snapshot())
+    assert sorted(folder.glob("*.log")) == files
+    spool.append(arrived(1))
+    spool.commit()
+    spool.begin(empty_snapshot())
+    spool.append(arrived(2))
+    spool.close()
+    _, found = opened(folder)
+    assert [record.ordinal for record, _ in found if hasattr(record, "ordinal")] == [0, 1, 2]
 
 
 def test_a_ledger_on_a_disk_keeps_only_the_files_it_may_need(folder):
@@ -203,6 +228,7 @@ def test_a_ledger_on_a_disk_keeps_only_the_files_it_may_need(folder):
         ledger.versions.add(step + 1, NOW)
         ledger.keep_from(max(0, step - 10))
         spool.commit()
+        ledger.rotate()
     files = sorted(folder.glob("*.log"))
     assert int(files[0].stem) > 5 and sum(path.stat().st_size for path in files) < 30_000
     before = ledger.snapshot()
