@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 from async_rl.envs.base import Environment, EnvironmentConfig
 from async_rl.errors import Malformed, NotAllowed
@@ -123,7 +123,17 @@ class Control:
     # ---------------------------------------------------------------- in
 
     def receive(self, peer: bytes, message: Received, now: float) -> Outgoing:
+        return self.receive_all([(peer, message)], now)
+
+    def receive_all(self, arrived: Iterable[tuple[bytes, Received]], now: float) -> Outgoing:
+        """Messages that came together: what becomes possible by them is looked at once, after the last."""
         self._out = []
+        for peer, message in arrived:
+            self._receive(peer, message, now)
+        self._advance(now)
+        return self._out
+
+    def _receive(self, peer: bytes, message: Received, now: float) -> None:
         match message:
             case NotAllowed():
                 self._on_not_allowed(peer, message)
@@ -144,8 +154,6 @@ class Control:
             case _:
                 reason = f"{type(message).__name__} is a message that only the orchestrator sends"
                 self._refuse(peer, Refusal("malformed", reason))
-        self._advance(now)
-        return self._out
 
     def tick(self, now: float) -> Outgoing:
         """Time has passed: leases expire, silent workers are gone, holds and limits end."""
@@ -439,7 +447,7 @@ class Control:
         return Batch(
             incarnation=session.incarnation,
             step=formed.assigned.step,
-            groups=formed.groups,
+            groups=cast(tuple[Group, ...], formed.bodies),  # encoded already: they leave as they came
             lags=formed.lags,
             frontier=formed.assigned.frontier,
             dropped=dict(session.ledger.dropped),

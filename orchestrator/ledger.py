@@ -37,9 +37,10 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 
 import msgspec
+from msgspec import Raw
 
 from async_rl.algo.staleness import Node, Tree
-from async_rl.errors import Corrupt
+from async_rl.errors import Corrupt, Malformed
 from async_rl.log import get_logger
 from async_rl.wire import Group, Key, LeaseProgress
 from orchestrator.branches import Branches
@@ -59,8 +60,9 @@ from orchestrator.records import (
     Snapshot,
     Took,
     Version,
+    decode_group,
     encode_group,
-    group_of,
+    rewards_of,
 )
 from orchestrator.spool import Journal, Place
 from orchestrator.versions import Versions
@@ -88,22 +90,19 @@ class Stored(msgspec.Struct, frozen=True):
     place: Place
     hash: bytes
 
-    def steps(self, versions: Versions) -> tuple[int, ...] | None:
-        """Of each sample, the optimizer step of its oldest policy, as counted on the branch of `versions`. None where
-        a version is not of this tree."""
-        steps = [[versions.step_of(version) for version in sample] for sample in self.versions]
-        known = [[step for step in sample if step is not None] for sample in steps]
-        if any(len(a) != len(b) for a, b in zip(steps, known, strict=True)):
-            return None
-        return tuple(map(min, known))
-
 
 class Formed(msgspec.Struct, frozen=True):
-    """A batch that may leave once the journal is committed."""
+    """A batch that may leave once the journal is committed. `bodies`: its groups, as they lie in the journal; they
+    leave as they came, for the trainer to decode."""
 
     assigned: Assigned
-    groups: tuple[Group, ...]
+    bodies: tuple[Raw, ...]
     lags: tuple[tuple[int, ...], ...]
+    rewards: tuple[float, ...]  # of all samples
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        return tuple(map(decode_group, self.bodies))
 
 
 class Delivery(msgspec.Struct, frozen=True):
@@ -521,7 +520,8 @@ class GroupLedger:
         )
 
     def _formed(self, assigned: Assigned) -> Formed:
-        groups, lags = [], []
+        bodies, lags = [], []
+        rewards: list[float] = []
         for ordinal in assigned.ordinals:
             stored = self._stored.get(ordinal)
             try:
@@ -529,21 +529,22 @@ class GroupLedger:
                     raise Corrupt(f"the group of train/{ordinal} is not in the spool")
                 record = self._journal.read(stored.place)
                 assert isinstance(record, Arrived), "a place is that of a group"
-                groups.append(group_of(record))
-            except Corrupt as error:
+                rewards += rewards_of(record.group)
+            except (Corrupt, Malformed) as error:
                 self.dropped["damaged"] += 1
                 log.error("a group of a batch can't be read", step=assigned.step, reason=error.message)
                 continue
             steps = self._steps_then(stored) if assigned.replayed else self._steps(stored)
+            bodies.append(record.group)
             lags.append(tuple(assigned.step - step for step in steps))
-        return Formed(assigned, tuple(groups), tuple(lags))
+        return Formed(assigned, tuple(bodies), tuple(lags), tuple(rewards))
 
     def _step_of(self, version: int) -> int | None:
         return None if self.versions is None else self.versions.step_of(version)
 
     def _steps(self, stored: Stored) -> tuple[int, ...]:
         assert self.versions is not None, "a trainer has attached"
-        steps = stored.steps(self.versions)
+        steps = self.versions.oldest_steps(stored.versions)
         return (-NEVER,) if steps is None else steps
 
     def _steps_then(self, stored: Stored) -> tuple[int, ...]:

@@ -39,10 +39,12 @@ __all__ = [
     "Snapshot",
     "Took",
     "Version",
+    "decode_group",
     "decode_record",
     "encode_group",
     "encode_record",
     "group_of",
+    "rewards_of",
 ]
 
 
@@ -88,6 +90,22 @@ class Arrived(Struct, frozen=True, array_like=True, tag="arrived"):
     versions: tuple[tuple[int, ...], ...]  # [samples]: the policies that sampled each one
     hash: bytes  # of the group's encoding
     group: Raw  # a wire.Group
+
+
+class _Scored(Struct, frozen=True, array_like=True):
+    """What of a wire.Sample is wanted without looking at its arrays."""
+
+    tokens: Raw
+    logprobs: Raw
+    mask: Raw
+    spans: Raw
+    reward: float
+
+
+class _Scores(Struct, frozen=True, array_like=True):
+    key: Raw
+    prompt: Raw
+    samples: tuple[_Scored, ...]
 
 
 class Settled(Struct, frozen=True, array_like=True, tag="settled"):
@@ -146,6 +164,7 @@ DURABLE = (Took, Arrived, Settled, Assigned)
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
 _groups: msgspec.msgpack.Decoder[Group] = msgspec.msgpack.Decoder(Group)
+_scores: msgspec.msgpack.Decoder[_Scores] = msgspec.msgpack.Decoder(_Scores)
 
 
 def encode_record(record: Record) -> bytes:
@@ -166,7 +185,20 @@ def encode_group(group: Group) -> bytes:
 
 def group_of(record: Arrived) -> Group:
     """Raises Malformed."""
+    return decode_group(record.group)
+
+
+def decode_group(body: Raw) -> Group:
+    """Raises Malformed."""
     try:
-        return _groups.decode(record.group)
+        return _groups.decode(body)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise Malformed(f"not a group: {error}") from error
+
+
+def rewards_of(body: Raw) -> tuple[float, ...]:
+    """Of each sample of an encoded group. Raises Malformed."""
+    try:
+        return tuple(sample.reward for sample in _scores.decode(body).samples)
     except (msgspec.DecodeError, RecursionError) as error:
         raise Malformed(f"not a group: {error}") from error

@@ -11,7 +11,7 @@ import itertools
 import secrets
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from async_rl.envs.base import Environment, EnvironmentConfig
@@ -65,13 +65,8 @@ async def serve(
             await asyncio.wait(awaited, timeout=TICK_S, return_when=asyncio.FIRST_COMPLETED)
             outgoing = []
             if receiving.done():
-                arrived: tuple[bytes, Received] | None = receiving.result()
-                for _ in range(MESSAGES_PER_TURN):
-                    if arrived is None:
-                        break
-                    peer, message = arrived
-                    outgoing += control.receive(peer, message, clock())
-                    arrived = listener.recv_now()
+                arrived = _with_more(receiving.result(), listener)
+                outgoing = control.receive_all(arrived, clock())
                 receiving = asyncio.create_task(listener.recv())
             if (now := clock()) - ticked >= TICK_S:
                 outgoing += control.tick(now)
@@ -85,6 +80,16 @@ async def serve(
         for task in (receiving, stopping):
             task.cancel()
         await asyncio.gather(receiving, stopping, return_exceptions=True)
+
+
+def _with_more(first: tuple[bytes, Received], listener: Listener) -> Iterator[tuple[bytes, Received]]:
+    """What arrived, and what is there besides."""
+    arrived: tuple[bytes, Received] | None = first
+    for _ in range(MESSAGES_PER_TURN):
+        if arrived is None:
+            return
+        yield arrived
+        arrived = listener.recv_now()
 
 
 async def _commit(journal: Journal, full_wait_s: float) -> None:

@@ -149,6 +149,7 @@ class Spool:
         self._segments = sorted(int(path.stem) for path in folder.glob("*.log") if path.stem.isdigit())
         self._file = -1
         self._segment = 0
+        self._readers: dict[int, int] = {}  # open files of older segments
         self._size = 0  # of the newest file, what is pending included
         self._pending: list[bytes] = []
         self._bodies: dict[int, bytes] = {}  # of the pending records, by offset
@@ -250,9 +251,8 @@ class Spool:
     def read(self, place: Place) -> Record:
         if place.segment == self._segment and (pending := self._bodies.get(place.offset)) is not None:
             return decode_record(pending)
-        with self._path(place.segment).open("rb") as file:
-            head = os.pread(file.fileno(), _HEADER.size, place.offset - _HEADER.size)
-            body = os.pread(file.fileno(), place.size, place.offset)
+        data = os.pread(self._reader(place.segment), _HEADER.size + place.size, place.offset - _HEADER.size)
+        head, body = data[: _HEADER.size], data[_HEADER.size :]
         if len(head) < _HEADER.size or head[8:12] != zlib.crc32(body).to_bytes(4, "little"):
             raise Corrupt(
                 f"a record of {place.size} bytes at {place.offset} in {self._path(place.segment)} is damaged",
@@ -285,6 +285,8 @@ class Spool:
     def keep_from(self, segment: int) -> None:
         gone = [each for each in self._segments if each < min(segment, self._segment)]
         for each in gone:
+            if each in self._readers:
+                os.close(self._readers.pop(each))
             self._path(each).unlink(missing_ok=True)
             self._segments.remove(each)
 
@@ -297,7 +299,17 @@ class Spool:
             finally:
                 os.close(self._file)
                 self._file = -1
+        for reader in self._readers.values():
+            os.close(reader)
+        self._readers.clear()
         os.close(self._lock)
+
+    def _reader(self, segment: int) -> int:
+        if segment == self._segment:
+            return self._file
+        if segment not in self._readers:
+            self._readers[segment] = os.open(self._path(segment), os.O_RDONLY)
+        return self._readers[segment]
 
     def _open(self, segment: int) -> None:
         self._file = os.open(self._path(segment), os.O_RDWR)

@@ -29,8 +29,7 @@ class Tally:
         lags = [lag for of_group in batch.lags for lag in of_group]
         self.lag_counts.update(lags)
         self._recent.extend(lags)
-        rewards = [sample.reward for group in batch.groups for sample in group.samples]
-        self.reward = sum(rewards) / len(rewards) if rewards else math.nan
+        self.reward = sum(batch.rewards) / len(batch.rewards) if batch.rewards else math.nan
 
     def lag(self, fraction: float) -> float:
         return percentile(self._recent, fraction)

@@ -20,6 +20,9 @@ class Versions:
     def __init__(self, tree: Tree, version: int, now: float) -> None:
         self._tree = tree
         self._steps: dict[int, int | None] = {}  # what `step_of` found, until something is added
+        self._oldest: dict[
+            tuple[tuple[int, ...], ...], tuple[int, ...] | None
+        ] = {}  # likewise, `oldest_steps`
         self._since: dict[int, float] = {}
         self._order: list[
             int
@@ -36,6 +39,7 @@ class Versions:
 
     def add(self, version: int, now: float) -> bool:
         """True where the version was new."""
+        self._oldest.clear()
         self._steps.clear()  # it may be the same policy as one of another branch: then that one is nearer now
         if version in self._since:
             return False
@@ -48,6 +52,16 @@ class Versions:
         if version not in self._steps:
             self._steps[version] = self._count(version)
         return self._steps[version]
+
+    def oldest_steps(self, samples: tuple[tuple[int, ...], ...]) -> tuple[int, ...] | None:
+        """Of each sample, given the versions that sampled it, the step of its oldest policy. None where a version is
+        not of this run."""
+        if samples not in self._oldest:
+            steps = [[self.step_of(version) for version in sample] for sample in samples]
+            known = [[step for step in sample if step is not None] for sample in steps]
+            strange = any(len(a) != len(b) for a, b in zip(steps, known, strict=True))
+            self._oldest[samples] = None if strange else tuple(map(min, known))
+        return self._oldest[samples]
 
     def oldest_at(self, step: int) -> int:
         """The oldest version of this life that holds at least `step` optimizer steps, else the newest."""

@@ -88,7 +88,8 @@ class Dialer(Protocol):
         ...
 
     async def send(self, message: AnyMessage) -> None:
-        """Queue a message. Raises WaitTimeout where the queue stays full, Malformed over the size limit."""
+        """Queue a message. Raises WaitTimeout where the queue stays full, Malformed over the size limit, and Refused
+        where it is known, and matters, that the listener does not let us in."""
         ...
 
     async def close(self) -> None: ...

@@ -48,6 +48,8 @@ _HEARTBEAT_TIMEOUT_MS = 10_000
 _RECONNECT_MS, _RECONNECT_MAX_MS = 100, 5_000
 _SEALED_BYTES = 64
 """An encrypted frame is longer than its message by less than this."""
+_NOW, _MORE, _POLLIN = int(zmq.NOBLOCK), int(zmq.SNDMORE), int(zmq.POLLIN)
+"""As plain numbers: combining zmq's flags costs as much as sending."""
 _WATCHED = (
     zmq.Event.HANDSHAKE_SUCCEEDED
     | zmq.Event.HANDSHAKE_FAILED_AUTH
@@ -68,13 +70,17 @@ class ZmqListener:
         high_water: int = HIGH_WATER,
         keyring: Keyring | None = None,
     ) -> None:
-        self._context = zmq.asyncio.Context()
+        self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._max_bytes = max_bytes
         self._keyring = keyring
+        self._readable = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = (
+            None  # that watches the socket, from the first recv on
+        )
         configure(self._socket, address, max_bytes, high_water)
         if keyring is not None:
-            start_zap(zmq.Context.shadow(self._context.underlying), keyring)
+            start_zap(self._context, keyring)
             self._socket.setsockopt(zmq.CURVE_SERVER, 1)
             self._socket.setsockopt(zmq.CURVE_SECRETKEY, keyring.secret)
             self._socket.setsockopt(zmq.ZAP_DOMAIN, b"async-rl")
@@ -90,7 +96,6 @@ class ZmqListener:
             self._socket.close(0)
             self._context.term()
             raise _bind_error(address, error) from error
-        self._plain: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket.underlying)
         self._address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
     @property
@@ -98,17 +103,28 @@ class ZmqListener:
         return self._address
 
     async def recv(self) -> tuple[bytes, Received]:
-        if self._keyring is not None:
-            return self._proved(await self._socket.recv_multipart(copy=False), self._keyring)
-        return self._taken(await self._socket.recv_multipart())
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            self._loop.add_reader(self._socket.fileno(), self._look)
+        while (received := self.recv_now()) is None:
+            self._readable.clear()
+            self._look()
+            await self._readable.wait()
+        return received
 
     def recv_now(self) -> tuple[bytes, Received] | None:
         try:
             if self._keyring is not None:
-                return self._proved(self._plain.recv_multipart(zmq.NOBLOCK, copy=False), self._keyring)
-            return self._taken(self._plain.recv_multipart(zmq.NOBLOCK))
+                return self._proved(self._socket.recv_multipart(_NOW, copy=False), self._keyring)
+            return self._taken(self._socket.recv_multipart(_NOW))
         except zmq.Again:
             return None
+
+    def _look(self) -> None:
+        """The descriptor tells only of changes, and every call on the socket takes note of them: after each one
+        somebody must look."""
+        if int(self._socket.getsockopt(zmq.EVENTS)) & _POLLIN:
+            self._readable.set()
 
     def _taken(self, parts: list[bytes]) -> tuple[bytes, Received]:
         peer, *frames = parts
@@ -128,14 +144,18 @@ class ZmqListener:
     async def send(self, peer: bytes, message: AnyMessage) -> None:
         frame = frame_of(message, MAX_BATCH_BYTES)
         try:
-            await self._socket.send_multipart([peer, frame], zmq.NOBLOCK)
+            self._socket.send(peer, _NOW | _MORE)
+            self._socket.send(frame, _NOW)
         except zmq.ZMQError as error:
             if error.errno not in (errno.EHOSTUNREACH, errno.EAGAIN):
                 raise
             why = "its queue is full" if error.errno == errno.EAGAIN else "it is gone"
             log.debug("message dropped", peer=printable(peer), kind=type(message).__name__, why=why)
+        self._look()
 
     async def close(self) -> None:
+        if self._loop is not None:
+            self._loop.remove_reader(self._socket.fileno())
         self._socket.close(LINGER_MS)
         await asyncio.to_thread(
             self._context.term
@@ -181,17 +201,21 @@ class ZmqDialer:
     async def recv(self) -> AnyMessage:
         """Waits for: a message, or the word that we are not let in. A cancelled recv loses no message: the
         next one goes on with what it waited for."""
-        if self._watching is None:
-            self._watching = asyncio.create_task(self._watch())
+        watching = self._watched()
         if self._receiving is None:
             self._receiving = asyncio.ensure_future(self._socket.recv_multipart())
         if not self._receiving.done():
-            either: list[asyncio.Future[Any]] = [self._receiving, self._watching]
+            either: list[asyncio.Future[Any]] = [self._receiving, watching]
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not self._receiving.done():
-            raise self._watching.result()
+            raise watching.result()
         frames, self._receiving = self._receiving.result(), None
         return message_of(frames, self._max_bytes)
+
+    def _watched(self) -> asyncio.Task[Refused]:
+        if self._watching is None:
+            self._watching = asyncio.create_task(self._watch())
+        return self._watching
 
     async def _watch(self) -> Refused:
         """Waits for: a handshake that says why it failed."""
@@ -208,13 +232,21 @@ class ZmqDialer:
 
     async def send_frames(self, *frames: bytes) -> None:
         """The lower half of `send`; tests of hostile input use it with frames that are no message."""
-        try:
-            await asyncio.wait_for(self._socket.send_multipart(frames), self._send_limit_s)
-        except TimeoutError as error:
-            raise WaitTimeout(
-                f"{self._address} took no message for {self._send_limit_s:g} s and the queue is full",
-                hint="is the orchestrator running and reachable?",
-            ) from error
+        watching = self._watched()
+        sending = asyncio.ensure_future(self._socket.send_multipart(frames))
+        if not sending.done():
+            either: list[asyncio.Future[Any]] = [sending, watching]
+            await asyncio.wait(either, timeout=self._send_limit_s, return_when=asyncio.FIRST_COMPLETED)
+        if sending.done():
+            sending.result()
+            return
+        sending.cancel()
+        if watching.done():
+            raise watching.result()
+        raise WaitTimeout(
+            f"{self._address} took no message for {self._send_limit_s:g} s and the queue is full",
+            hint="is the orchestrator running and reachable?",
+        )
 
     async def close(self) -> None:
         ours = [task for task in (self._watching, self._receiving) if task is not None]
