@@ -16,11 +16,13 @@
 One message is one ZeroMQ frame of MessagePack: a tagged array, so a field may only be appended, with a
 default. Unknown tags and wrong types are refused (`Malformed`). Arrays travel as raw little-endian bytes and
 decode into views, without copies. Every request may be sent again: the answers are idempotent. Durations are
-relative (`_s`), because clocks on two clusters do not agree.
+relative (`_s`), because clocks on two clusters do not agree. What there is many of keeps out of the garbage
+collector's sight (gc=False): frozen values make no cycles.
 """
 
 from __future__ import annotations
 
+import gc
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
@@ -44,7 +46,7 @@ Count = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(ge=0)]
 
 
-class Array(Struct, frozen=True, array_like=True):
+class Array(Struct, frozen=True, array_like=True, gc=False):
     """A one-dimensional array as raw little-endian bytes."""
 
     dtype: Literal["<i4", "<i8", "<f4", "|u1"]
@@ -64,14 +66,14 @@ class Array(Struct, frozen=True, array_like=True):
 # ---------------------------------------------------------------- what is generated
 
 
-class Message(Struct, frozen=True, array_like=True):
+class Message(Struct, frozen=True, array_like=True, gc=False):
     """One turn of a chat prompt."""
 
     role: Name
     content: Text
 
 
-class Prompt(Struct, frozen=True, array_like=True):
+class Prompt(Struct, frozen=True, array_like=True, gc=False):
     """What the policy is asked. `messages` goes through the run's chat template; with none, `text` is used raw."""
 
     messages: tuple[Message, ...] = ()
@@ -80,14 +82,14 @@ class Prompt(Struct, frozen=True, array_like=True):
     info: dict[str, str] = {}
 
 
-class Sampling(Struct, frozen=True, array_like=True):
+class Sampling(Struct, frozen=True, array_like=True, gc=False):
     """How to sample. Behaviour logprobs are those of the distribution at this temperature."""
 
     temperature: Annotated[float, Meta(gt=0)] = 1.0
     max_tokens: Annotated[int, Meta(ge=1)] = 256  # per sample, the prompt not counted
 
 
-class Key(Struct, frozen=True, array_like=True, order=True):
+class Key(Struct, frozen=True, array_like=True, gc=False, order=True):
     """Names one group for ever. For `eval`, `group` is the policy version that is being measured."""
 
     split: Literal["train", "eval"]
@@ -95,7 +97,7 @@ class Key(Struct, frozen=True, array_like=True, order=True):
     group: Count = 0
 
 
-class Sample(Struct, frozen=True, array_like=True):
+class Sample(Struct, frozen=True, array_like=True, gc=False):
     """One completion: T tokens after the prompt (with its end token, if it reached one)."""
 
     tokens: Array  # <i4 [T]
@@ -107,7 +109,7 @@ class Sample(Struct, frozen=True, array_like=True):
     text: Text = ""
 
 
-class Group(Struct, frozen=True, array_like=True):
+class Group(Struct, frozen=True, array_like=True, gc=False):
     """The n samples of one prompt: the unit of advantage, lease and acknowledgement."""
 
     key: Key
@@ -166,14 +168,14 @@ class Refused(Struct, frozen=True, array_like=True, tag="refused"):
     retry: bool = False
 
 
-class Credit(Struct, frozen=True, array_like=True, tag="credit"):
+class Credit(Struct, frozen=True, array_like=True, gc=False, tag="credit"):
     """How many leases the worker can hold at once. A level, not an increment: a lost message costs nothing."""
 
     capacity: Count
     version: int  # served now
 
 
-class Lease(Struct, frozen=True, array_like=True, tag="lease"):
+class Lease(Struct, frozen=True, array_like=True, gc=False, tag="lease"):
     lease: Count  # unique within one life of the orchestrator
     key: Key
     prompt: Prompt
@@ -183,12 +185,12 @@ class Lease(Struct, frozen=True, array_like=True, tag="lease"):
     oldest_version: int  # a group begun under an older policy would be dropped
 
 
-class LeaseProgress(Struct, frozen=True, array_like=True):
+class LeaseProgress(Struct, frozen=True, array_like=True, gc=False):
     lease: Count
     tokens: Count  # generated so far, all samples; only growth extends the lease
 
 
-class Heartbeat(Struct, frozen=True, array_like=True, tag="heartbeat"):
+class Heartbeat(Struct, frozen=True, array_like=True, gc=False, tag="heartbeat"):
     version: int  # served
     state: Literal["starting", "serving", "updating", "draining"]
     progress: tuple[LeaseProgress, ...] = ()
@@ -201,7 +203,7 @@ class Heartbeat(Struct, frozen=True, array_like=True, tag="heartbeat"):
     pause_s: Seconds = 0.0  # the last pause of generation for an update
 
 
-class GroupDone(Struct, frozen=True, array_like=True, tag="group_done"):
+class GroupDone(Struct, frozen=True, array_like=True, gc=False, tag="group_done"):
     lease: Count
     group: Group
 
@@ -215,7 +217,7 @@ class Failed(Struct, frozen=True, array_like=True, tag="failed"):
     returned: bool = False
 
 
-class Ack(Struct, frozen=True, array_like=True, tag="ack"):
+class Ack(Struct, frozen=True, array_like=True, gc=False, tag="ack"):
     """The group is the orchestrator's now; the worker may forget it."""
 
     lease: Count
@@ -409,6 +411,8 @@ AnyMessage: TypeAlias = (
     | Status
 )
 
+_MANY_BYTES = 1 << 20
+
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
 
@@ -422,7 +426,14 @@ def decode(frame: bytes | memoryview, limit: int = MAX_MESSAGE_BYTES) -> AnyMess
     size = len(frame)
     if size > limit:
         raise Malformed(f"message of {size} bytes is over the limit of {limit}")
+    # Thousands of new views at once would set the collector off again and again, in vain.
+    pause = size > _MANY_BYTES and gc.isenabled()
+    if pause:
+        gc.disable()
     try:
         return _decoder.decode(frame)
     except (msgspec.DecodeError, RecursionError) as error:
         raise Malformed(f"not a message of protocol {PROTOCOL}: {error}") from error
+    finally:
+        if pause:
+            gc.enable()

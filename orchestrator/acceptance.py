@@ -8,6 +8,7 @@ here, and nothing of a refused group is kept.
 from __future__ import annotations
 
 import math
+import struct
 
 import msgspec
 import numpy as np
@@ -59,39 +60,55 @@ def quick(group: Group, need: Requirements, versions: Versions) -> tuple[tuple[i
     samples = group.samples
     if len(samples) != need.samples or group.prompt.dtype != "<i4":
         return None
-    if any(getattr(sample, name).dtype != dtype for sample in samples for name, dtype in _DTYPES.items()):
-        return None
-    lengths = [len(sample.mask.data) for sample in samples]
-    for sample, length in zip(samples, lengths, strict=True):
-        if not length or not 4 * length == len(sample.tokens.data) == len(sample.logprobs.data):
+    lowest, highest = need.reward_range
+    served, ids, logprobs, masks = [], [group.prompt.data], [], []
+    for sample in samples:
+        tokens, probs, mask, spans = sample.tokens, sample.logprobs, sample.mask, sample.spans
+        if (tokens.dtype, probs.dtype, mask.dtype, spans.dtype) != _SAMPLE_DTYPES:
             return None
-        if not need.reward_range[0] <= sample.reward <= need.reward_range[1]:  # and so is not NaN
+        length = len(mask.data)
+        if not 0 < length <= need.max_tokens or not 4 * length == len(tokens.data) == len(probs.data):
+            return None  # one that is longer has tokens that were not sampled: seldom
+        if not lowest <= sample.reward <= highest:  # and so is not NaN
             return None
-        if len(sample.spans.data) % 8:
+        policies = _quick_spans(spans.data, length, need.oldest_version, versions)
+        if policies is None:
             return None
+        served.append(policies)
+        ids.append(tokens.data)
+        logprobs.append(probs.data)
+        masks.append(mask.data)
     if len(group.prompt.data) % 4 or not len(group.prompt.data):
         return None
-    ids = np.frombuffer(b"".join([group.prompt.data, *(s.tokens.data for s in samples)]), "<u4")
-    logprobs = np.frombuffer(b"".join([s.logprobs.data for s in samples]), "<f4")
-    mask = np.frombuffer(b"".join([s.mask.data for s in samples]), "|u1")
-    starts = np.cumsum([0, *lengths[:-1]])
-    if ids.max() >= need.vocab_size or mask.max() > 1:  # a negative id is a large one here
+    if b"".join(masks).translate(None, b"\0\1"):
         return None
-    if np.add.reduceat(mask, starts, dtype=np.int64).max() > need.max_tokens:
+    if (
+        _MAXIMUM(np.frombuffer(b"".join(ids), "<u4")) >= need.vocab_size
+    ):  # a negative id is a large one here
         return None
-    if not np.isfinite(logprobs).all() or float((logprobs * mask).max()) > LOGPROB_TOLERANCE:
-        return None
-    served = [
-        _quick_spans(sample.spans.data, length, need.oldest_version, versions)
-        for sample, length in zip(samples, lengths, strict=True)
-    ]
-    return None if None in served else tuple(each for each in served if each is not None)
+    flat = np.frombuffer(b"".join(logprobs), "<f4")
+    # Neither of the two is true of NaN.
+    if not (_MINIMUM(flat) > -math.inf and _MAXIMUM(flat) <= LOGPROB_TOLERANCE):
+        return None  # or one above 0 where the mask is 0
+    return tuple(served)
+
+
+_SAMPLE_DTYPES = ("<i4", "<f4", "|u1", "<i4")
+_MINIMUM, _MAXIMUM = np.minimum.reduce, np.maximum.reduce
+_SPAN = struct.Struct("<2i")
 
 
 def _quick_spans(data: memoryview, length: int, oldest: int, versions: Versions) -> tuple[int, ...] | None:
+    if len(data) == _SPAN.size:
+        policy, count = _SPAN.unpack(data)
+        if count != length or not oldest <= policy <= versions.newest or versions.step_of(policy) is None:
+            return None
+        return (policy,)
+    if len(data) % 8 or not len(data):
+        return None
     flat = np.frombuffer(data, "<i4").tolist()
     policies, counts = flat[0::2], flat[1::2]
-    if not policies or min(counts) <= 0 or sum(counts) != length or policies != sorted(policies):
+    if min(counts) <= 0 or sum(counts) != length or policies != sorted(policies):
         return None
     if policies[-1] > versions.newest or policies[0] < oldest:
         return None

@@ -75,6 +75,7 @@ class ZmqListener:
         self._max_bytes = max_bytes
         self._keyring = keyring
         self._readable = asyncio.Event()
+        self._to_look = False
         self._loop: asyncio.AbstractEventLoop | None = (
             None  # that watches the socket, from the first recv on
         )
@@ -123,7 +124,8 @@ class ZmqListener:
     def _look(self) -> None:
         """The descriptor tells only of changes, and every call on the socket takes note of them: after each one
         somebody must look."""
-        if int(self._socket.getsockopt(zmq.EVENTS)) & _POLLIN:
+        self._to_look = False
+        if not self._socket.closed and int(self._socket.getsockopt(zmq.EVENTS)) & _POLLIN:
             self._readable.set()
 
     def _taken(self, parts: list[bytes]) -> tuple[bytes, Received]:
@@ -151,7 +153,10 @@ class ZmqListener:
                 raise
             why = "its queue is full" if error.errno == errno.EAGAIN else "it is gone"
             log.debug("message dropped", peer=printable(peer), kind=type(message).__name__, why=why)
-        self._look()
+        if self._loop is not None and not self._to_look:
+            # Once for all that is sent before the loop goes on.
+            self._to_look = True
+            self._loop.call_soon(self._look)
 
     async def close(self) -> None:
         if self._loop is not None:
