@@ -45,7 +45,7 @@ from orchestrator.acceptance import Fault, Requirements, examine
 from orchestrator.versions import Versions
 from tests.rollout_support import Judge, Orchestrator, Steps, Trainer, Truth, until
 from tests.weights_support import ScriptedStore, raises
-from workers import rollout
+from workers import rollout_needs
 from workers.engines import make_engine
 from workers.rollout import RolloutWorker
 from workers.rollout_ending import Ending
@@ -269,7 +269,7 @@ async def test_the_store_knows_which_versions_a_worker_needs_until_it_leaves(wor
     async with world() as w:
         await w.serve()
         await until(lambda: [beat.worker for beat in live_readers(w.store)] == ["w1"], "the first beat")
-        w.worker._say_now.set()
+        w.worker.needs.say_now.set()
         found: list[ReaderBeat] = []
 
         def another() -> bool:
@@ -296,8 +296,8 @@ async def test_a_beat_that_is_on_its_way_when_the_worker_leaves_does_not_stay(wo
     async with world() as w:
         await w.serve()
         await until(lambda: [beat.worker for beat in live_readers(w.store)] == ["w1"], "the first beat")
-        monkeypatch.setattr(rollout, "write_beat", slow)
-        w.worker._say_now.set()
+        monkeypatch.setattr(rollout_needs, "write_beat", slow)
+        w.worker.needs.say_now.set()
         await until(began.is_set, "a beat on its way")
         await w.orchestrator.say(Drain("the run is finished"))
         await w.orchestrator.expect(Bye)
@@ -313,9 +313,9 @@ async def test_a_store_that_takes_no_beats_stops_nobody(world):
     async with world() as w:
         w.store.on("put", "workers/", raises(StoreUnavailable("the store is down")), times=99)
         await w.serve()
-        w.worker._say_now.set()
+        w.worker.needs.say_now.set()
         await w.fulfil(lease())
-        w.worker._say_now.set()
+        w.worker.needs.say_now.set()
         w.trainer.publish()
         assert (await w.orchestrator.expect(Credit)).version == 1
 

@@ -16,8 +16,8 @@ from async_rl.threads import in_daemon_thread
 from async_rl.weights.run import ensure_run
 from async_rl.wire import Prompt
 from tests.weights_support import MemoryStore, ScriptedStore, shapes, write_model_dir
-from workers.rollout import _find_run
 from workers.rollout_ending import Ending, Over, cancel, delays, to_the_end, together
+from workers.rollout_process import _find_run
 from workers.rollout_rewards import Rewards
 
 
