@@ -6,6 +6,7 @@
     Announce or poll ─► fetch and verify ─► swap in flight ─► Credit         rollout_versions.py
     every heartbeat_s ─► Heartbeat: what is served, how far each lease is
     every beat_s ─► the store: which versions are needed here                rollout_needs.py
+    some times a second ─► the engine's load: Credit, where it has changed   rollout_load.py
     Drain, SIGTERM ─► finish, or give back ─► Bye                            rollout_ending.py
 
 It needs the URL of the run's store and the orchestrator's address (rollout_process.py); what the run is, it learns
@@ -48,6 +49,7 @@ from workers.engines import Engine
 from workers.rollout_ending import LONGEST_PAUSE_S, Ending, Over, cancel, delays
 from workers.rollout_groups import Texts
 from workers.rollout_leases import Leases
+from workers.rollout_load import LOOK_S, LoadControl, Look
 from workers.rollout_needs import Needs
 from workers.rollout_rewards import Rewards
 from workers.rollout_settings import RolloutConfig
@@ -59,6 +61,8 @@ log = get_logger(__name__)
 
 HELLO_LIMIT_S = 5.0
 """A Hello that is not answered in this time is said again: the orchestrator is away, or just starting."""
+CREDIT_AGAIN_S = 10.0
+"""A Credit is a level, and changes seldom: said again after this long, a lost one costs little."""
 
 
 class RolloutWorker:
@@ -97,6 +101,7 @@ class RolloutWorker:
         self._refusal = ""
         self._beat_now = asyncio.Event()
         self._speed = _Speed()
+        self._control: LoadControl | None = None  # once the engine has started
 
     async def run(self) -> None:
         """The whole life. Returns after a graceful end; raises what made it impossible to go on."""
@@ -112,8 +117,10 @@ class RolloutWorker:
             local = await unless_over(first)  # waits for: the trainer's first version
             await unless_over(self._start_engine(local))
             self._phase = "serving"
+            self.leases.serve(time.monotonic())
+            self._control = self._load_control()
             following = self.ending.background(self.following.follow())
-            await self._send(Credit(self._capacity, self.engine.version))
+            self.ending.background(self._watch_load())
             self._beat_now.set()
             await self.ending.wait()  # waits for: Drain, SIGTERM, or a failure
         except Over as over:
@@ -140,18 +147,51 @@ class RolloutWorker:
         await self.engine.start(folder, local.version)
         log.info("engine ready", version=local.version, took_s=time.monotonic() - began)
 
-    @property
-    def _capacity(self) -> int:
-        """Leases held at once."""
+    def _load_control(self) -> LoadControl:
         assert self._settings is not None
-        return self.config.max_groups or max(1, self.config.max_sequences // self._settings.group_size)
+        load, size = self.engine.load(), self._settings.group_size
+        # A prompt is known when its lease comes. Where one is longer than what is generated, the cache will say so.
+        tokens = min(self.engine.max_model_len, 2 * self._settings.sampling.max_tokens)
+        return LoadControl(
+            group_size=size,
+            sequences=load.seats,
+            max_groups=self.config.max_groups,
+            cache_tokens=load.cache_tokens,
+            tokens=tokens,
+        )
+
+    async def _watch_load(self) -> None:
+        """Waits for: the next look at the engine. Says how many leases fit where that has changed, and now and then
+        where it has not."""
+        said, again = -1, 0.0
+        while self._phase == "serving":
+            assert self._control is not None
+            load, now = self.engine.load(), time.monotonic()
+            look = Look(
+                held=self.leases.held,
+                running=load.running,
+                queued=load.queued,
+                cache_used=load.cache_used,
+                preempted=load.preempted,
+                rewards_wait=self._rewards.waiting > 0,
+                turnaround_s=self.leases.turnaround_s,
+            )
+            level = self._control.look(look, now)
+            if (level != said or now >= again) and not self._unknown.is_set():
+                said, again = level, now + CREDIT_AGAIN_S
+                await self._say_credit()
+            await asyncio.sleep(LOOK_S)
+
+    async def _say_credit(self) -> None:
+        if self._control is not None:
+            await self._send(Credit(self._control.level, self.engine.version))
 
     @property
     def _state(self) -> Literal["starting", "serving", "updating", "draining"]:
         return "updating" if self._phase == "serving" and self.following.updating else self._phase
 
     async def _on_served(self) -> None:
-        await self._send(Credit(self._capacity, self.engine.version))
+        await self._say_credit()
         self._beat_now.set()
 
     async def _leave(self, reason: str, *, finish_s: float) -> None:
@@ -234,6 +274,8 @@ class RolloutWorker:
                 EnvironmentConfig(settings.environment, settings.environment_args)
             )
             self._settings = settings
+            if self._control is not None:
+                self._control = self._load_control()
         log.info("welcome", run=welcome.run, newest_version=welcome.newest_version)
         self._unknown.clear()
         self._answered.set()
@@ -241,7 +283,7 @@ class RolloutWorker:
         self._beat_now.set()
         self.following.look_now.set()
         if self._phase == "serving":
-            await self._send(Credit(self._capacity, self.engine.version))
+            await self._say_credit()
         await self.leases.send_again(after_s=0.0)
 
     def _on_refused(self, refused: RefusedMessage) -> None:
@@ -276,7 +318,7 @@ class RolloutWorker:
             await self.leases.send_again()
 
     def _heartbeat(self) -> Heartbeat:
-        load = self.engine.load()
+        load, now = self.engine.load(), time.monotonic()
         following = self.following
         return Heartbeat(
             version=self.engine.version,
@@ -284,11 +326,15 @@ class RolloutWorker:
             progress=self.leases.progress(),
             fetching_version=following.fetching,
             fetched_fraction=following.fetched,
-            tokens_per_s=self._speed.measure(load.tokens, time.monotonic()),
+            tokens_per_s=self._speed.measure(load.tokens, now),
             running=load.running,
             queued=load.queued,
             sync_bytes=following.sync_bytes,
             pause_s=following.pause_s,
+            cache_used=load.cache_used,
+            oldest_s=self.leases.oldest_s(now),
+            idle_s=self.leases.idle_s(now),
+            finished=self.leases.finished,
         )
 
 

@@ -48,6 +48,7 @@ class _Unacked(Struct):
     """A finished group, ours until it is acknowledged."""
 
     message: GroupDone
+    finished: float
     sent: float
 
 
@@ -82,10 +83,37 @@ class Leases:
         self._unacked: dict[int, _Unacked] = {}  # by lease
         self._all_acknowledged = asyncio.Event()
         self._all_acknowledged.set()
+        self._began: dict[str, float] = {}  # of the sequences in the engine
+        self._idle_since: float | None = None
+        self._idle_s = 0.0
+        self.turnaround_s = 0.0
+        """From a finished group to its acknowledgement, of late."""
 
     def __len__(self) -> int:
         """Those that are being fulfilled."""
         return len(self._work)
+
+    @property
+    def held(self) -> int:
+        """As the orchestrator counts them: its acknowledgement and the next lease come together."""
+        return len(self._work) + len(self._unacked)
+
+    @property
+    def finished(self) -> tuple[int, ...]:
+        """Those whose groups wait for their Ack."""
+        return tuple(self._unacked)
+
+    def serve(self, now: float) -> None:
+        """The engine could work from here on."""
+        self._idle_since = None if self._began else now
+
+    def idle_s(self, now: float) -> float:
+        """In all, since `serve`: the engine had no sequence."""
+        return self._idle_s + (now - self._idle_since if self._idle_since is not None else 0.0)
+
+    def oldest_s(self, now: float) -> float:
+        """Since the oldest sequence in the engine began; 0 where there is none."""
+        return now - min(self._began.values(), default=now)
 
     def progress(self) -> tuple[LeaseProgress, ...]:
         return tuple(
@@ -103,7 +131,9 @@ class Leases:
 
     def settle(self, lease: int) -> None:
         """The orchestrator has the group, or does not want it."""
-        self._unacked.pop(lease, None)
+        unacked = self._unacked.pop(lease, None)
+        if unacked is not None:
+            self.turnaround_s += (time.monotonic() - unacked.finished - self.turnaround_s) / 4
         if not self._unacked:
             self._all_acknowledged.set()
 
@@ -138,7 +168,8 @@ class Leases:
                     f"{limit_s:.0f} s"
                 )
             group = await self._make_group(work)
-            unacked = self._unacked[lease.lease] = _Unacked(GroupDone(lease.lease, group), time.monotonic())
+            now = time.monotonic()
+            unacked = self._unacked[lease.lease] = _Unacked(GroupDone(lease.lease, group), now, now)
             self._all_acknowledged.clear()
             await self._send_group(unacked)
         except _GiveBack as reason:
@@ -192,6 +223,7 @@ class Leases:
     async def _sample(self, work: _Work, prompt_ids: list[int], index: int, seed: int) -> Completion:
         request_id = f"{work.lease.lease}-{index}"
         work.running.add(request_id)
+        self._enter(request_id, time.monotonic())
         try:
             completion = await self._engine.generate(
                 prompt_ids,
@@ -202,8 +234,20 @@ class Leases:
             )
         finally:
             work.running.discard(request_id)
+            self._exit(request_id, time.monotonic())
         work.tokens += len(completion.tokens)
         return completion
+
+    def _enter(self, request_id: str, now: float) -> None:
+        if self._idle_since is not None:
+            self._idle_s += now - self._idle_since
+            self._idle_since = None
+        self._began[request_id] = now
+
+    def _exit(self, request_id: str, now: float) -> None:
+        del self._began[request_id]
+        if not self._began:
+            self._idle_since = now
 
     async def _send_group(self, unacked: _Unacked) -> None:
         """Raises Malformed for a group over the size limit; it is then not kept."""
