@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Callable
 from typing import Literal
 
 from async_rl.envs import EnvironmentConfig, make_environment
@@ -76,7 +77,9 @@ class RolloutWorker:
         dialer: Dialer,
         config: RolloutConfig,
         ending: Ending,
+        why_silent: Callable[[], str] = lambda: "no answer",
     ) -> None:
+        """`why_silent`: asked in a thread where the orchestrator does not answer, what may be the reason."""
         self.name = name
         self.run_info = run
         self.subscriber = subscriber
@@ -84,6 +87,7 @@ class RolloutWorker:
         self.dialer = dialer
         self.config = config
         self.ending = ending
+        self._why_silent = why_silent
 
         self._phase: Literal["starting", "serving", "draining"] = "starting"
         self._settings: RunSettings | None = None
@@ -245,7 +249,7 @@ class RolloutWorker:
         while True:
             await self._unknown.wait()
             self._answered.clear()
-            self._refusal = "no answer"
+            self._refusal = ""
             await self._send(
                 Hello(
                     PROTOCOL,
@@ -262,9 +266,12 @@ class RolloutWorker:
             if not self._unknown.is_set():
                 pauses, said = delays(0.25, LONGEST_PAUSE_S), ""
                 continue
-            if said != self._refusal:
-                log.info("waiting for the orchestrator", answer=self._refusal)
-                said = self._refusal
+            why = self._refusal or await in_daemon_thread(self._why_silent)
+            if said != why:
+                # A refusal comes from an orchestrator that waits itself. Silence may mean a mistake of ours.
+                write = log.info if self._refusal else log.warning
+                write("waiting for the orchestrator", answer=why)
+                said = why
             await asyncio.sleep(next(pauses))
 
     async def _on_welcome(self, welcome: Welcome) -> None:

@@ -85,6 +85,7 @@ class World:
         )
         self.engine = make_engine(config)
         self.ending = Ending()
+        self.wondered = threading.Event()  # why the orchestrator does not answer
         self.worker = RolloutWorker(
             name="w1",
             run=self.trainer.run,
@@ -93,8 +94,13 @@ class World:
             dialer=network.dial(self.orchestrator.address, "w1"),
             config=config,
             ending=self.ending,
+            why_silent=self.why_silent,
         )
         self.running = asyncio.create_task(self.worker.run())
+
+    def why_silent(self) -> str:
+        self.wondered.set()
+        return "nobody knows why"
 
     async def serve(self) -> Credit:
         """Until the worker offers its credit."""
@@ -487,6 +493,15 @@ async def test_what_can_not_be_finished_is_given_back(world, hurried):
         assert failed == Failed(wanted.lease, wanted.key, "SIGTERM", returned=True)
         await w.orchestrator.expect(Bye)
         assert await asyncio.wait_for(w.running, 10.0) is None
+
+
+async def test_a_worker_that_hears_nothing_looks_why_and_goes_on_asking(world, monkeypatch):
+    monkeypatch.setattr("workers.rollout.HELLO_LIMIT_S", 0.01)
+    async with world() as w:
+        await w.orchestrator.expect(Hello)
+        await until(w.wondered.is_set, "it to look why nobody answers")
+        await w.orchestrator.expect(Hello)
+        await w.serve()
 
 
 async def test_a_refusal_ends_the_worker_unless_it_says_to_come_again(world):
