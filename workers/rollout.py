@@ -6,7 +6,7 @@
     Announce or poll ─► fetch and verify ─► swap in flight ─► Credit         rollout_versions.py
     every heartbeat_s ─► Heartbeat: what is served, how far each lease is
     every beat_s ─► the store: which versions are needed here                rollout_needs.py
-    some times a second ─► the engine's load: Credit, where it has changed   rollout_load.py
+    some times a second ─► the engine's load: Credit, where it has changed   rollout_credit.py
     Drain, SIGTERM ─► finish, or give back ─► Bye                            rollout_ending.py
 
 It needs the URL of the run's store and the orchestrator's address (rollout_process.py); what the run is, it learns
@@ -36,7 +36,6 @@ from async_rl.wire import (
     AnyMessage,
     Bye,
     Cancel,
-    Credit,
     Drain,
     Heartbeat,
     Hello,
@@ -47,10 +46,10 @@ from async_rl.wire import (
 )
 from async_rl.wire import Refused as RefusedMessage
 from workers.engines import Engine
+from workers.rollout_credit import Credits
 from workers.rollout_ending import LONGEST_PAUSE_S, Ending, Over, cancel, delays
 from workers.rollout_groups import Texts
 from workers.rollout_leases import Leases
-from workers.rollout_load import LOOK_S, LoadControl, Look
 from workers.rollout_needs import Needs
 from workers.rollout_rewards import Rewards
 from workers.rollout_settings import RolloutConfig
@@ -62,8 +61,6 @@ log = get_logger(__name__)
 
 HELLO_LIMIT_S = 5.0
 """A Hello that is not answered in this time is said again: the orchestrator is away, or just starting."""
-CREDIT_AGAIN_S = 10.0
-"""A Credit is a level, and changes seldom: said again after this long, a lost one costs little."""
 
 
 class RolloutWorker:
@@ -97,6 +94,14 @@ class RolloutWorker:
         self.leases = Leases(
             name, engine, ending, self._rewards, send=self._send, reach=self.following.reach
         )
+        self.credits = Credits(
+            engine,
+            self.leases,
+            self._rewards,
+            max_groups=config.max_groups,
+            send=self._send,
+            known=lambda: not self._unknown.is_set(),
+        )
 
         self._unknown = asyncio.Event()  # the orchestrator does not know us: say Hello
         self._unknown.set()
@@ -105,7 +110,6 @@ class RolloutWorker:
         self._refusal = ""
         self._beat_now = asyncio.Event()
         self._speed = _Speed()
-        self._control: LoadControl | None = None  # once the engine has started
 
     async def run(self) -> None:
         """The whole life. Returns after a graceful end; raises what made it impossible to go on."""
@@ -122,9 +126,10 @@ class RolloutWorker:
             await unless_over(self._start_engine(local))
             self._phase = "serving"
             self.leases.serve(time.monotonic())
-            self._control = self._load_control()
+            assert self._settings is not None, "a Welcome holds them"
+            self.credits.begin(self._settings)
             following = self.ending.background(self.following.follow())
-            self.ending.background(self._watch_load())
+            self.ending.background(self.credits.watch())
             self._beat_now.set()
             await self.ending.wait()  # waits for: Drain, SIGTERM, or a failure
         except Over as over:
@@ -151,51 +156,12 @@ class RolloutWorker:
         await self.engine.start(folder, local.version)
         log.info("engine ready", version=local.version, took_s=time.monotonic() - began)
 
-    def _load_control(self) -> LoadControl:
-        assert self._settings is not None
-        load, size = self.engine.load(), self._settings.group_size
-        # A prompt is known when its lease comes. Where one is longer than what is generated, the cache will say so.
-        tokens = min(self.engine.max_model_len, 2 * self._settings.sampling.max_tokens)
-        return LoadControl(
-            group_size=size,
-            sequences=load.seats,
-            max_groups=self.config.max_groups,
-            cache_tokens=load.cache_tokens,
-            tokens=tokens,
-        )
-
-    async def _watch_load(self) -> None:
-        """Waits for: the next look at the engine. Says how many leases fit where that has changed, and now and then
-        where it has not."""
-        said, again = -1, 0.0
-        while self._phase == "serving":
-            assert self._control is not None
-            load, now = self.engine.load(), time.monotonic()
-            look = Look(
-                held=self.leases.held,
-                running=load.running,
-                queued=load.queued,
-                cache_used=load.cache_used,
-                preempted=load.preempted,
-                rewards_wait=self._rewards.waiting > 0,
-                turnaround_s=self.leases.turnaround_s,
-            )
-            level = self._control.look(look, now)
-            if (level != said or now >= again) and not self._unknown.is_set():
-                said, again = level, now + CREDIT_AGAIN_S
-                await self._say_credit()
-            await asyncio.sleep(LOOK_S)
-
-    async def _say_credit(self) -> None:
-        if self._control is not None:
-            await self._send(Credit(self._control.level, self.engine.version))
-
     @property
     def _state(self) -> Literal["starting", "serving", "updating", "draining"]:
         return "updating" if self._phase == "serving" and self.following.updating else self._phase
 
     async def _on_served(self) -> None:
-        await self._say_credit()
+        await self.credits.say()
         self._beat_now.set()
 
     async def _leave(self, reason: str, *, finish_s: float) -> None:
@@ -204,7 +170,7 @@ class RolloutWorker:
         self.leases.leave()
         if not self._welcomed.is_set():
             return
-        await self._send(Credit(0, self.engine.version))
+        await self.credits.end()
         self._beat_now.set()
         await self.leases.finish(0.0 if self.engine.failed else finish_s)
         await self.leases.give_back(reason)
@@ -281,8 +247,8 @@ class RolloutWorker:
                 EnvironmentConfig(settings.environment, settings.environment_args)
             )
             self._settings = settings
-            if self._control is not None:
-                self._control = self._load_control()
+            if self.credits.begun:
+                self.credits.begin(settings)
         log.info("welcome", run=welcome.run, newest_version=welcome.newest_version)
         self._unknown.clear()
         self._answered.set()
@@ -290,7 +256,7 @@ class RolloutWorker:
         self._beat_now.set()
         self.following.look_now.set()
         if self._phase == "serving":
-            await self._say_credit()
+            await self.credits.say()
         await self.leases.send_again(after_s=0.0)
 
     def _on_refused(self, refused: RefusedMessage) -> None:
