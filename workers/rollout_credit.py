@@ -1,4 +1,4 @@
-"""What a worker offers: looks at its engine's load, and says how many leases fit (rollout_load.py), as that changes."""
+"""What a worker offers: how many leases fit by its engine's load (rollout_load.py), said as that changes."""
 
 from __future__ import annotations
 
