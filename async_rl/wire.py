@@ -201,6 +201,10 @@ class Heartbeat(Struct, frozen=True, array_like=True, gc=False, tag="heartbeat")
     queued: Count = 0
     sync_bytes: Count = 0  # of the versions fetched so far, what was downloaded for them
     pause_s: Seconds = 0.0  # the last pause of generation for an update
+    cache_used: float = 0.0  # share of the engine's KV cache
+    oldest_s: Seconds = 0.0  # since the oldest sequence in the engine began
+    idle_s: Seconds = 0.0  # in all, since it began to serve: the engine had nothing to do
+    finished: tuple[Count, ...] = ()  # leases whose groups wait for their Ack
 
 
 class GroupDone(Struct, frozen=True, array_like=True, gc=False, tag="group_done"):

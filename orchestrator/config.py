@@ -47,7 +47,8 @@ class OrchestratorConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """A lease without a new token for this long is given back. Covers the queue inside an engine and a slow
     reward function; progress (every heartbeat) extends it, so it need not cover a long generation."""
     max_attempts: Annotated[int, Meta(ge=1)] = 3
-    """Failures (error, expiry, worker lost, result refused) after which a prompt is given up."""
+    """Failures (error, expiry, worker lost, result refused, too old before it was done) after which a prompt is
+    given up."""
     spool: str = ""
     """Folder on a local disk for the groups that were acknowledged and for what became of them; a restart goes on
     from it. Empty: one for this store URL in the folder trainer.out."""

@@ -49,6 +49,7 @@ from async_rl.wire import (
 )
 from orchestrator.acceptance import Fault, Requirements, examine
 from orchestrator.config import EvalConfig, OrchestratorConfig, SamplingConfig
+from orchestrator.early import end_early
 from orchestrator.handshake import UNKNOWN_WORKER, Refusal, refuse_attach, refuse_hello, refuse_trainer
 from orchestrator.leases import Held, name_of
 from orchestrator.ledger import Formed, GroupLedger, hash_of
@@ -354,6 +355,9 @@ class Control:
         useless = tuple(r.lease for r in beat.progress if not session.wants(r.lease, worker.name))
         if useless:
             self._send(worker.peer, Cancel(useless, "not needed any more"))
+        ended, stale = end_early(session, worker.name, beat, now, self._config.heartbeat_s)
+        self._note(ended)
+        self._cancel(stale, "its group would be too old to be trained")
 
     def _on_group(self, session: Session, worker: Worker, lease: int, group: Group, now: float) -> None:
         key = group.key

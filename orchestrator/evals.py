@@ -111,6 +111,9 @@ class Evaluations:
     def expire(self, now: float) -> list[Failure]:
         return self._note(self._pool.expire(now))
 
+    def lose(self, held: Held, reason: str) -> list[Failure]:
+        return self._note([self._pool.lose(held, reason)])
+
     def worker_left(self, worker: str, reason: str, *, counted: bool) -> list[Failure]:
         return self._note(self._pool.worker_left(worker, reason, counted=counted))
 

@@ -26,6 +26,9 @@ class Held(msgspec.Struct):
     version: int  # that the worker served when it got the lease: no token will be of an older one
     deadline: float
     tokens: int = 0
+    begun: int = -1  # its first token is of this version, or of an older one; -1: nothing was heard of one
+    missing: int = 0  # heartbeats in a row that did not name it
+    missed: float = float("-inf")  # when the last of these came, or it was granted
 
 
 class LeaseTable:
@@ -50,7 +53,7 @@ class LeaseTable:
         return next(self._ids)
 
     def grant(self, lease: int, key: Key, worker: str, version: int, now: float) -> Held:
-        held = Held(lease, key, worker, version, now + self._lease_s)
+        held = Held(lease, key, worker, version, now + self._lease_s, missed=now)
         self._held[held.lease] = held
         self._of_worker[worker].add(held.lease)
         return held

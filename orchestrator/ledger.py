@@ -22,7 +22,7 @@ The next slot is trained, at the latest, in step  slot // batch_groups <= step_o
 are trained in the order of their slots. A group that is filtered, given up or dropped gives its slot back,
 which only moves the others forward. Groups do finish out of order: then the oldest leave first, a full
 batch is held for a straggler for a moment, and what is too old in spite of all is dropped, so that lag >
-max_lag is never trained.
+max_lag is never trained. What can only be dropped any more is stopped before it is done (early.py).
 
 No deadlock: as soon as the newest version v has step_of(v) + max_lag >= the next step, the limit is at
 least one batch above the batches handed out; so either a batch is buffered, or there is a free slot, or
@@ -116,8 +116,8 @@ class Readiness(msgspec.Struct, frozen=True):
 
 
 class GroupLedger:
-    """`dropped` counts groups by reason. `versions` is set by whoever knows the trainer, before anything is
-    leased."""
+    """`dropped` counts groups by reason; under `stale`, work that was stopped, whose prompts were leased again.
+    `versions` is set by whoever knows the trainer, before anything is leased."""
 
     def __init__(self, config: OrchestratorConfig, journal: Journal, ids: Iterator[int]) -> None:
         self.opened: Opened | None = None
@@ -280,6 +280,22 @@ class GroupLedger:
     def worker_left(self, worker: str, reason: str, *, counted: bool) -> list[Failure]:
         return [self._return(held, reason, counted=counted) for held in self._pool.of_worker(worker)]
 
+    def lose(self, held: Held, reason: str) -> Failure:
+        """Its worker does not have it. Nobody's failure."""
+        return self._return(held, reason, counted=False)
+
+    def stale(self, held: Held, now: float) -> bool:
+        """Whether its group would be dropped for its lag whenever it comes. While steps are repeated, policies look
+        further away than they are."""
+        if held.begun < 0 or self._replay or self._catching_up(now):
+            return False
+        step = self._step_of(held.begun)
+        return step is not None and self.next_step - step > self._config.max_lag
+
+    def give_up_stale(self, held: Held, reason: str) -> Failure:
+        """It counts as a failure: the same samples come again, and may take as long again."""
+        return self._return(held, reason, counted=True, final=True, dropped="stale")
+
     def stand_down(self) -> list[Held]:
         """Nothing more is needed: all leases go back, and are to be cancelled. What arrives for them all the same is
         stored: the run may go on another day."""
@@ -417,8 +433,10 @@ class GroupLedger:
                     self.frontier = ordinal + 1
                     self._pool.add(key)
                 self._pool.grant(key, worker, version, now, lease=lease)
-            case Returned(lease, counted, final):
+            case Returned(lease, counted, final, dropped):
                 self._pool.end(lease, counted=counted, final=final)
+                if dropped:
+                    self.dropped[dropped] += 1
             case Arrived(lease, ordinal, versions, digest):
                 key = Key("train", ordinal)
                 self._pool.discard(key)
@@ -554,8 +572,10 @@ class GroupLedger:
     def _too_old(self, stored: Stored) -> bool:
         return self.next_step - min(self._steps(stored)) > self._config.max_lag
 
-    def _return(self, held: Held, reason: str, *, counted: bool, final: bool = False) -> Failure:
-        self._write(Returned(held.lease, counted, final))
+    def _return(
+        self, held: Held, reason: str, *, counted: bool, final: bool = False, dropped: str = ""
+    ) -> Failure:
+        self._write(Returned(held.lease, counted, final, dropped))
         given_up = self._pool.failures(held.key) >= self._config.max_attempts
         if given_up:
             self._write(Settled(held.key.ordinal, "failed", reason))

@@ -161,6 +161,10 @@ class PromptPool:
             for held in expired
         ]
 
+    def lose(self, held: Held, reason: str) -> Failure:
+        """Its worker does not have it. Nobody's failure, and a result still counts."""
+        return self._end(held, reason, False)
+
     def worker_left(self, worker: str, reason: str, *, counted: bool) -> list[Failure]:
         """All of its leases go back. `counted`: as failures (a prompt that kills workers must come to an
         end)."""

@@ -82,6 +82,7 @@ class Returned(Struct, frozen=True, array_like=True, tag="returned"):
     lease: int
     counted: bool  # as a failed attempt
     final: bool  # no late result will come
+    dropped: str = ""  # under this reason it counts as dropped work; empty: it does not
 
 
 class Arrived(Struct, frozen=True, array_like=True, tag="arrived"):

@@ -14,8 +14,9 @@ that do not exist, or are not finite, are null.
     tokens, tokens/mean            loss tokens, in all and per sample
     finish/length                  part of the samples that were cut off at max_tokens
     lag/mean, /p50, /p95, /max     optimizer steps, of the samples trained
-    dropped/<reason>               groups since the orchestrator's start; of this step's batch for trainer_lag,
-                                   trainer_version and trainer_malformed
+    dropped/<reason>               groups since the orchestrator's start (stale: leases that were stopped, and
+                                   leased again); of this step's batch for trainer_lag, trainer_version and
+                                   trainer_malformed
 
     loss                           as minimised
     grad_norm                      before clipping

@@ -13,12 +13,15 @@ from typing import Any, TypeVar
 
 from async_rl.log import get_logger
 
-__all__ = ["Ending", "Over", "cancel", "delays", "to_the_end", "together"]
+__all__ = ["LONGEST_PAUSE_S", "Ending", "Over", "cancel", "delays", "to_the_end", "together"]
 
 log = get_logger(__name__)
 
 T = TypeVar("T")
 
+LONGEST_PAUSE_S = 10.0
+"""Between two attempts at anything; a fleet that waits for an orchestrator or a store is a light load then, and
+still notices within seconds that it is back."""
 CANCEL_AGAIN_S = 0.5
 CANCEL_LIMIT_S = 15.0
 """An update of the engine that has begun is finished first; everything else ends at once."""

@@ -22,6 +22,7 @@ class Rewards:
     def __init__(self, timeout_s: float, parallel: int) -> None:
         self._timeout_s = timeout_s
         self._places = asyncio.Semaphore(parallel)
+        self.waiting = 0  # for their turn
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True).start()
 
@@ -30,8 +31,15 @@ class Rewards:
 
         Waits for: a place (no reward holds one longer than the limit), then for the reward.
         """
-        async with self._places:
+        self.waiting += 1
+        try:
+            await self._places.acquire()
+        finally:
+            self.waiting -= 1
+        try:
             value = await self._within_limit(environment, prompt, completion)
+        finally:
+            self._places.release()
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise EnvironmentFailed(f"the reward is {value!r}, not a finite number")
         return float(value)

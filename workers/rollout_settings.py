@@ -9,10 +9,13 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-__all__ = ["RolloutConfig"]
+__all__ = ["RolloutConfig", "seats"]
 
 Positive = Annotated[float, Meta(gt=0)]
 NotNegative = Annotated[float, Meta(ge=0)]
+
+
+CPU_SEATS, GPU_SEATS = 64, 512
 
 
 class RolloutConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -22,11 +25,13 @@ class RolloutConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """vllm, or the small one on plain transformers (for tests and for platforms without vLLM)."""
     cluster: str = "default"
     """The name under which `async-rl lag` lists this worker."""
-    max_sequences: Annotated[int, Meta(ge=1)] = 64
-    """Sequences generated at once. On 2 CPU cores throughput of a 1M-parameter model grows to about here; a GPU
-    wants 128 to 512."""
+    max_sequences: Annotated[int, Meta(ge=0)] = 0
+    """Sequences generated at once, at most; how many there are is found from the engine's load (rollout_load.py).
+    0: 64 on a CPU (on 2 cores throughput of a 1M-parameter model grows to about there), 512 on a GPU (beyond it, a
+    step of most models takes longer by what it makes more)."""
     max_groups: Annotated[int, Meta(ge=0)] = 0
-    """Leases held at once; 0: max_sequences // group_size, at least 1."""
+    """Leases held at once, at most, likewise. 0: as many as sequences: with more, some group would have none in the
+    engine."""
     max_model_len: Annotated[int, Meta(ge=0)] = 0
     """Prompt and completion together, in tokens; 0: what the model allows, at most 4096 on a CPU (the KV cache of
     one longest sequence must fit in memory)."""
@@ -58,3 +63,8 @@ class RolloutConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Where this worker's copy of the weights is kept: it survives a restart (hashed before it is used again), and a
     delta changes it in place. One worker per folder. Empty: a temporary folder, in shared memory (/dev/shm) where
     that has room for one and a half models, removed at the end."""
+
+
+def seats(config: RolloutConfig, *, on_cpu: bool) -> int:
+    """Sequences that an engine generates at once, at most."""
+    return config.max_sequences or (CPU_SEATS if on_cpu else GPU_SEATS)

@@ -41,7 +41,7 @@ def command(
     rollout, store, weights = read_worker_options(overrides)
     key = client_key(key_file, server_key)
     setup(f"rollout {worker_id}".strip())
-    from workers.rollout import run_worker
+    from workers.rollout_process import run_worker
 
     sys.exit(
         run_worker(

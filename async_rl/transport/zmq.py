@@ -19,6 +19,7 @@ import zmq.asyncio
 from async_rl.errors import ConfigError, Malformed, Refused, WaitTimeout
 from async_rl.log import get_logger
 from async_rl.threads import in_daemon_thread
+from async_rl.transport.address import check_address
 from async_rl.transport.allowed import Keyring
 from async_rl.transport.base import (
     HIGH_WATER,
@@ -303,7 +304,7 @@ def watch_handshakes(socket: S) -> S:
 def connect(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, address: str) -> None:
     """Raises ConfigError for an address that can't be one; an unreachable one shows only by silence."""
     try:
-        socket.connect(address)
+        socket.connect(check_address(address))
     except zmq.ZMQError as error:
         raise ConfigError(
             f"{address!r} is no address to connect to: {error.strerror}", hint="use tcp://host:port"

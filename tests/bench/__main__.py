@@ -25,6 +25,7 @@ BENCHES = {
     "fleet": "a thousand workers at one orchestrator against a bare ROUTER; encoding",
     "full": "full versions against bare boto3, and the memory of weight sync",
     "history": "bytes of 300 versions in the bucket, and what a late reader reads",
+    "load": "tokens/s with as many leases as the engine's load asks for, against a constant",
     "overlap": "asynchronous step time against the slower of rollout and training",
     "pause": "the engine's pause for a new version against a full checkpoint inside it",
     "sync": "publish to ready over a link of 200 Mbit/s and 40 ms, against others",

@@ -201,6 +201,7 @@ def check(
     acknowledged = {line["acknowledged"] for line in lines if "acknowledged" in line}
     missing = acknowledged - set(trained)
     dropped = dict(status.dropped) if status else {}
+    stopped = dropped.pop("stale", 0)  # work that was never acknowledged
     allowed = sum(dropped.values()) + (status.buffered if status else 0)
     if len(missing) > allowed + BATCH:  # the last batch was formed after the last look
         failures.append(
@@ -219,6 +220,7 @@ def check(
             "acknowledged": len(acknowledged),
             "trained": len(trained),
             "dropped": dropped,
+            "stopped": stopped,
         },
     )
 

@@ -287,6 +287,23 @@ async def test_more_requests_than_fit_are_queued_and_all_are_served(engine):
     assert engine.load().queued == 0
 
 
+async def test_the_load_tells_what_runs_what_waits_and_how_full_the_cache_is(engine):
+    before = engine.load()
+    assert (before.running, before.queued, before.cache_used) == (0, 0, 0.0)
+    assert before.seats == MAX_SEQUENCES
+    tasks = [asyncio.create_task(sample(engine, prompt_of(i), seed=i, max_tokens=100)) for i in range(24)]
+    await until(lambda: engine.load().running == MAX_SEQUENCES, "every seat to be taken")
+    full = engine.load()
+    assert 0 < full.queued <= 24 - MAX_SEQUENCES
+    if full.cache_tokens:  # a cache of fixed size
+        await until(lambda: engine.load().cache_used > 0, "the cache to fill")
+        used = engine.load().cache_used * full.cache_tokens
+        assert 0 < used <= 24 * (6 + 100 + BLOCK), "in blocks of what runs"
+    await asyncio.gather(*tasks)
+    after = engine.load()
+    assert (after.running, after.queued, after.cache_used, after.preempted) == (0, 0, 0.0, 0)
+
+
 async def test_an_engine_that_dies_fails_every_running_request_and_says_why(engine, monkeypatch):
     """The last of the file: nothing runs on this engine afterwards."""
     tasks = [asyncio.create_task(sample(engine, prompt_of(i), seed=i, max_tokens=450)) for i in range(8)]

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -45,8 +45,8 @@ from orchestrator.acceptance import Fault, Requirements, examine
 from orchestrator.versions import Versions
 from tests.rollout_support import Judge, Orchestrator, Steps, Trainer, Truth, until
 from tests.weights_support import ScriptedStore, raises
-from workers import rollout
-from workers.engines import make_engine
+from workers import rollout_needs
+from workers.engines import EngineLoad, make_engine
 from workers.rollout import RolloutWorker
 from workers.rollout_ending import Ending
 from workers.rollout_settings import RolloutConfig
@@ -80,9 +80,12 @@ class World:
         self.trainer = Trainer(self.store, model)
         self.trainer.publish()
         self.orchestrator = Orchestrator(network := MemoryNetwork(), SETTINGS)
-        config = RolloutConfig(engine="reference", max_sequences=32, max_model_len=300, **config)
+        config = RolloutConfig(
+            **{"engine": "reference", "max_sequences": 32, "max_model_len": 300} | config
+        )
         self.engine = make_engine(config)
         self.ending = Ending()
+        self.wondered = threading.Event()  # why the orchestrator does not answer
         self.worker = RolloutWorker(
             name="w1",
             run=self.trainer.run,
@@ -91,13 +94,27 @@ class World:
             dialer=network.dial(self.orchestrator.address, "w1"),
             config=config,
             ending=self.ending,
+            why_silent=self.why_silent,
         )
         self.running = asyncio.create_task(self.worker.run())
+
+    def why_silent(self) -> str:
+        self.wondered.set()
+        return "nobody knows why"
 
     async def serve(self) -> Credit:
         """Until the worker offers its credit."""
         await self.orchestrator.welcome()
         return await self.orchestrator.expect(Credit)
+
+    async def served(self, version: int) -> None:
+        """Until it offers its credit for a version; the credit is said again now and then."""
+        while (await self.orchestrator.expect(Credit)).version < version:
+            pass
+
+    async def credit(self, wanted: Callable[[int], bool]) -> None:
+        while not wanted((await self.orchestrator.expect(Credit)).capacity):
+            pass
 
     async def fulfil(self, wanted: Lease) -> GroupDone:
         await self.orchestrator.say(wanted)
@@ -255,7 +272,7 @@ async def test_a_version_that_can_not_be_had_leaves_the_old_one_serving(world, t
         w.trainer.publish()  # a delta from a version that can't be had
         await until(lambda: lacked(w.store) == {2}, "the worker to say what it lacks")
         Trainer(w.store, tiny_model).publish()  # a full one
-        assert (await w.orchestrator.expect(Credit)).version == 3
+        await w.served(3)
         done = await w.fulfil(lease())
         assert spans_of(done)[0][0][0] == 3
         await until(lambda: lacked(w.store) == {-1}, "the worker to lack nothing")
@@ -269,7 +286,7 @@ async def test_the_store_knows_which_versions_a_worker_needs_until_it_leaves(wor
     async with world() as w:
         await w.serve()
         await until(lambda: [beat.worker for beat in live_readers(w.store)] == ["w1"], "the first beat")
-        w.worker._say_now.set()
+        w.worker.needs.say_now.set()
         found: list[ReaderBeat] = []
 
         def another() -> bool:
@@ -296,8 +313,8 @@ async def test_a_beat_that_is_on_its_way_when_the_worker_leaves_does_not_stay(wo
     async with world() as w:
         await w.serve()
         await until(lambda: [beat.worker for beat in live_readers(w.store)] == ["w1"], "the first beat")
-        monkeypatch.setattr(rollout, "write_beat", slow)
-        w.worker._say_now.set()
+        monkeypatch.setattr(rollout_needs, "write_beat", slow)
+        w.worker.needs.say_now.set()
         await until(began.is_set, "a beat on its way")
         await w.orchestrator.say(Drain("the run is finished"))
         await w.orchestrator.expect(Bye)
@@ -313,11 +330,11 @@ async def test_a_store_that_takes_no_beats_stops_nobody(world):
     async with world() as w:
         w.store.on("put", "workers/", raises(StoreUnavailable("the store is down")), times=99)
         await w.serve()
-        w.worker._say_now.set()
+        w.worker.needs.say_now.set()
         await w.fulfil(lease())
-        w.worker._say_now.set()
+        w.worker.needs.say_now.set()
         w.trainer.publish()
-        assert (await w.orchestrator.expect(Credit)).version == 1
+        await w.served(1)
 
 
 async def test_a_copy_damaged_on_this_machine_is_found_by_a_scrub_and_replaced(world):
@@ -340,11 +357,11 @@ async def test_a_copy_damaged_on_this_machine_is_found_by_a_scrub_and_replaced(w
 
         w.engine.update, w.worker.subscriber.fetch = damaging, noted
         w.trainer.publish()
-        assert (await w.orchestrator.expect(Credit)).version == 1
+        await w.served(1)
         await until(lambda: len(paths) == 2, "the damaged copy to be replaced")
         assert paths[0].startswith("from version 0") and paths[1].startswith("from nothing")
         w.trainer.publish()
-        assert (await w.orchestrator.expect(Credit)).version == 2
+        await w.served(2)
         assert paths[2].startswith("from version 1")
         assert w.worker.subscriber.scrub() and not w.engine.failed
 
@@ -367,6 +384,49 @@ async def test_a_group_is_kept_until_it_is_acknowledged_across_a_restart_of_the_
         await w.orchestrator.say(Drain("done"))
         await w.orchestrator.expect(Bye)
         assert not any(isinstance(m, GroupDone) for m in w.orchestrator.heard), "both are forgotten"
+
+
+async def test_a_heartbeat_says_what_the_engine_does_and_which_groups_wait_for_their_ack(world):
+    async with world() as w:
+        await w.serve()
+        steps = Steps(w.engine)
+        slow, quick = lease(1, max_tokens=200), lease(2, max_tokens=2)
+        await w.orchestrator.until(
+            lambda: w.orchestrator.beat is not None and w.orchestrator.beat.idle_s > 0, "it to be idle"
+        )
+        await w.orchestrator.say(slow)
+        await w.orchestrator.say(quick)
+        await w.orchestrator.until(lambda: w.orchestrator.beat.oldest_s > 0, "sequences to begin")
+        idle_s, oldest_s = w.orchestrator.beat.idle_s, w.orchestrator.beat.oldest_s
+        steps.allow(4)
+        done = await w.orchestrator.expect(GroupDone)
+        assert done.lease == quick.lease
+        await w.orchestrator.until(lambda: w.orchestrator.beat.finished == (quick.lease,), "it to be said")
+        await w.orchestrator.say(Ack(done.lease, done.group.key))
+        await w.orchestrator.until(lambda: w.orchestrator.beat.finished == (), "it to be forgotten")
+        beat = w.orchestrator.beat
+        assert beat.idle_s == idle_s and beat.oldest_s > oldest_s, "it has worked all the time"
+        assert [each.lease for each in beat.progress] == [slow.lease]
+        steps.allow(300)
+        await w.orchestrator.expect(GroupDone)
+        await w.orchestrator.until(lambda: w.orchestrator.beat.idle_s > idle_s, "it to be idle again")
+        assert w.orchestrator.beat.oldest_s == 0
+
+
+async def test_leases_grow_until_the_engine_is_full_and_fall_when_too_many_wait(world):
+    """Two of its four seats are taken by the long samples of two groups; the short ones are done."""
+    async with world(max_sequences=4) as w:
+        assert (await w.serve()).capacity == 1
+        steps = Steps(w.engine)
+        given = [lease(i, max_tokens=250) for i in range(6)]
+        w.worker.engine.load = lambda: EngineLoad(running=2, queued=0, tokens=0, seats=4)
+        await w.orchestrator.say(given[0])
+        await w.credit(lambda level: level == 2)
+        for each in given[1:]:
+            await w.orchestrator.say(each)
+        w.worker.engine.load = lambda: EngineLoad(running=4, queued=20, tokens=0, seats=4)
+        await w.credit(lambda level: level == 1)
+        steps.allow(1000)
 
 
 async def test_cancelled_leases_leave_the_engine(world):
@@ -433,6 +493,15 @@ async def test_what_can_not_be_finished_is_given_back(world, hurried):
         assert failed == Failed(wanted.lease, wanted.key, "SIGTERM", returned=True)
         await w.orchestrator.expect(Bye)
         assert await asyncio.wait_for(w.running, 10.0) is None
+
+
+async def test_a_worker_that_hears_nothing_looks_why_and_goes_on_asking(world, monkeypatch):
+    monkeypatch.setattr("workers.rollout.HELLO_LIMIT_S", 0.01)
+    async with world() as w:
+        await w.orchestrator.expect(Hello)
+        await until(w.wondered.is_set, "it to look why nobody answers")
+        await w.orchestrator.expect(Hello)
+        await w.serve()
 
 
 async def test_a_refusal_ends_the_worker_unless_it_says_to_come_again(world):

@@ -27,7 +27,8 @@ class LedgerMachine(RuleBasedStateMachine):
             batch_groups=batch, max_lag=max_lag, straggler_hold_s=hold_s, lease_s=20.0, max_attempts=2
         )
         self.now = 0.0
-        self.ledger = GroupLedger(self.config, MemoryJournal(), itertools.count())
+        self.journal = MemoryJournal()
+        self.ledger = GroupLedger(self.config, self.journal, itertools.count())
         self.ledger.publish(Version(0, -1, 0, ""))
         self.ledger.take(Took(1, 0, -1, 0, (), False))
         self.versions = self.ledger.versions = Versions(self.ledger.tree, 0, 0.0)
@@ -120,6 +121,35 @@ class LedgerMachine(RuleBasedStateMachine):
         held = data.draw(st.sampled_from(self.given))
         self.note(self.ledger.fail(held.lease, held.worker, "it raised", self.now, counted=not returned))
 
+    @rule(worker=st.sampled_from(WORKERS), most=st.integers(0, 4))
+    def a_worker_reports_tokens_and_what_is_too_old_is_stopped(self, worker, most):
+        """The first report of a token bounds the age of the lease's oldest one."""
+        mine = self.ledger.pool.of_worker(worker)
+        for held in mine[:most]:
+            held.begun = held.begun if held.begun >= 0 else self.served[worker]
+        for held in mine:
+            if self.ledger.stale(held, self.now):
+                self.stop(held)
+
+    def stop(self, held):
+        oldest = self.versions.step_of(held.version)
+        assert self.ledger.next_step - oldest > self.config.max_lag, "it could still be trained"
+        slots, stopped = self.ledger.slots_in_use, self.ledger.dropped["stale"]
+        failure = self.ledger.give_up_stale(held, "too old")
+        self.note([failure])
+        assert (self.ledger.slots_in_use, self.ledger.dropped["stale"]) == (slots - 1, stopped + 1)
+        assert not self.ledger.pool.wants(held.lease, held.worker), "its result would be too old, too"
+
+    @rule(data=st.data())
+    def a_lease_is_lost_on_its_way(self, data):
+        if not self.ledger.outstanding:
+            return
+        held = data.draw(st.sampled_from(sorted(self.ledger.pool.held, key=lambda held: held.lease)))
+        failures = self.ledger.pool.failures(held.key)
+        failure = self.ledger.lose(held, "lost")
+        assert not failure.given_up and self.ledger.pool.failures(held.key) == failures
+        assert self.ledger.pool.expects(held.lease, held.key, held.worker), "a late result counts"
+
     @rule(worker=st.sampled_from(WORKERS), killed=st.booleans())
     def a_worker_leaves(self, worker, killed):
         self.note(self.ledger.worker_left(worker, "gone", counted=killed))
@@ -209,6 +239,15 @@ class LedgerMachine(RuleBasedStateMachine):
             raise AssertionError(f"no batch: {self.ledger.readiness(self.now).reason}")
         self.take_batch()
         self.every_prompt_is_in_exactly_one_place()
+        self.the_journal_played_again_gives_the_same_ledger()
+
+    def the_journal_played_again_gives_the_same_ledger(self):
+        again = GroupLedger(self.config, MemoryJournal(), itertools.count())
+        again.restore(self.journal.replay(), self.now)
+        assert again.dropped == +self.ledger.dropped
+        assert list(again.pool.waiting) == list(self.ledger.pool.waiting)
+        assert {h.lease for h in again.pool.held} == {h.lease for h in self.ledger.pool.held}
+        assert all(again.pool.failures(key) == self.ledger.pool.failures(key) for key in again.pool)
 
 
 LedgerMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)

@@ -16,8 +16,8 @@ from async_rl.threads import in_daemon_thread
 from async_rl.weights.run import ensure_run
 from async_rl.wire import Prompt
 from tests.weights_support import MemoryStore, ScriptedStore, shapes, write_model_dir
-from workers.rollout import _find_run
 from workers.rollout_ending import Ending, Over, cancel, delays, to_the_end, together
+from workers.rollout_process import _find_run
 from workers.rollout_rewards import Rewards
 
 
@@ -269,8 +269,12 @@ async def test_the_wait_for_a_turn_is_not_counted_and_no_more_run_at_once_than_m
             now -= 1
             return 1.0
 
-    assert await asyncio.gather(*(rewards.score(Judge(), Prompt(), "") for _ in range(20))) == [1.0] * 20
-    assert most == 2
+    scoring = asyncio.gather(*(rewards.score(Judge(), Prompt(), "") for _ in range(20)))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert rewards.waiting == 18
+    assert await scoring == [1.0] * 20
+    assert most == 2 and rewards.waiting == 0
     rewards.close()
 
 

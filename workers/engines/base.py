@@ -24,6 +24,10 @@ class EngineLoad(Struct, frozen=True):
     running: int  # sequences being generated
     queued: int  # sequences waiting
     tokens: int  # generated since the start, for tokens/s
+    seats: int  # sequences that it generates at once, at most
+    cache_used: float = 0.0  # share of the KV cache
+    cache_tokens: int = 0  # its size; 0: it grows as it is needed
+    preempted: int = 0  # sequences put out of a full cache since the start, to be computed once more
 
 
 class Update(Struct, frozen=True):

@@ -26,7 +26,7 @@ from workers.engines.model_files import longest_sequence, stop_tokens
 from workers.engines.shards import Table, check_same_model, find_shards, read_table
 from workers.engines.spans import version_spans
 from workers.pretrained import load_causal_lm
-from workers.rollout_settings import RolloutConfig
+from workers.rollout_settings import RolloutConfig, seats
 
 __all__ = ["ReferenceEngine"]
 
@@ -69,6 +69,7 @@ class ReferenceEngine:
         self._model: Any = None
         self._table: Table = {}
         self._stops: frozenset[int] = frozenset()
+        self._seats = seats(config, on_cpu=not torch.cuda.is_available())
         self._waiting: deque[_Sequence] = deque()
         self._by_name: dict[str, _Sequence] = {}
         self._batch: _Batch | None = None
@@ -197,7 +198,7 @@ class ReferenceEngine:
         """Those that have left make room for those that wait."""
         assert self._batch is not None
         self._batch.drop_left()
-        while self._waiting and len(self._batch.sequences) < self.config.max_sequences:
+        while self._waiting and len(self._batch.sequences) < self._seats:
             sequence = self._waiting.popleft()
             if not sequence.left:
                 sequence.starts = [(self._version, 0)]
@@ -212,7 +213,7 @@ class ReferenceEngine:
     def load(self) -> EngineLoad:
         running = len(self._by_name) - len(self._waiting)
         tokens = self._tokens_done + sum(len(sequence.tokens) for sequence in self._by_name.values())
-        return EngineLoad(running=max(running, 0), queued=len(self._waiting), tokens=tokens)
+        return EngineLoad(max(running, 0), len(self._waiting), tokens, self._seats)
 
     async def close(self) -> None:
         if self._driver is not None:

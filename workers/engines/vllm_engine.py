@@ -12,7 +12,7 @@ The prefix cache stays on, salted with the version. A request that has sampled n
 under the new version from blocks the old one computed. One that has sampled goes on: its older tokens are its
 history, and its salt is never given to a new request again.
 
-Only this file, the extension and `vllm_staging.py` import vllm.
+Only this file, the extension, `vllm_staging.py` and `vllm_gauges.py` import vllm.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ from workers.engines.base import Completion, EngineLoad, Update
 from workers.engines.model_files import longest_sequence, stop_tokens
 from workers.engines.shards import Table, check_same_model, find_shards, read_table
 from workers.engines.spans import version_spans
+from workers.engines.vllm_gauges import Gauges
 from workers.pretrained import hide_broken_media_packages
-from workers.rollout_settings import RolloutConfig
+from workers.rollout_settings import RolloutConfig, seats
 
 __all__ = ["VLLMEngine"]
 
@@ -95,6 +96,7 @@ class VLLMEngine:
         self._stops: list[int] = []
         self._requests: dict[str, _Request] = {}  # by the id vLLM was given
         self._tokens_done = 0
+        self._gauges = Gauges()
         self._failure = ""
         self.staging = config.stage == "auto"
         """Whether updates are staged: from the start on no longer where the model can't be."""
@@ -158,9 +160,12 @@ class VLLMEngine:
         if self._failure:  # closed meanwhile
             raise EngineError(self._failure)
         try:
-            return AsyncLLM.from_engine_args(
-                AsyncEngineArgs(**_arguments(self.config, model_dir, self._max_model_len, on_cpu))
+            llm = AsyncLLM.from_engine_args(
+                AsyncEngineArgs(**_arguments(self.config, model_dir, self._max_model_len, on_cpu)),
+                stat_loggers=[self._gauges.logger()],
             )
+            self._gauges.read(llm.vllm_config)
+            return llm
         except Exception as error:
             raise EngineError(
                 f"vLLM could not start: {type(error).__name__}: {error}",
@@ -356,10 +361,18 @@ class VLLMEngine:
         return EngineError(f"vLLM refused or lost {what}: {reason}")
 
     def load(self) -> EngineLoad:
-        sequences = len(self._requests)
-        running = min(sequences, self.config.max_sequences)
+        present, gauges = len(self._requests), self._gauges
+        running = min(present, gauges.running)
         tokens = self._tokens_done + sum(len(request.tokens) for request in self._requests.values())
-        return EngineLoad(running=running, queued=sequences - running, tokens=tokens)
+        return EngineLoad(
+            running=running,
+            queued=present - running,
+            tokens=tokens,
+            seats=gauges.seats,
+            cache_used=gauges.cache_used if present else 0.0,
+            cache_tokens=gauges.cache_tokens,
+            preempted=gauges.preempted,
+        )
 
     async def close(self) -> None:
         """Stop vLLM's processes, ready or still starting. Nothing of theirs is left afterwards."""
@@ -418,7 +431,7 @@ def _arguments(config: RolloutConfig, model_dir: Path, max_model_len: int, on_cp
         "generation_config": "vllm",  # not the model's: its top-k and top-p would change the policy
         "dtype": config.dtype,
         "max_model_len": max_model_len,
-        "max_num_seqs": config.max_sequences,
+        "max_num_seqs": seats(config, on_cpu=on_cpu),
         "tensor_parallel_size": config.tensor_parallel,
         "gpu_memory_utilization": config.gpu_memory,
         "enable_prefix_caching": True,
