@@ -37,6 +37,7 @@ from async_rl.wire import (
     Attach,
     Attached,
     Batch,
+    Checked,
     Finish,
     Finished,
     NextBatch,
@@ -195,6 +196,11 @@ class TrainerLink:
                 self._flush()
             finally:
                 self._lock.release()
+
+    def checked(self, checked: Checked) -> None:
+        """Tell what the forward pass of a step has shown about its groups. Never waits, and is not repeated."""
+        with self._lock:
+            self._line.send(checked)
 
     def finish(self, incarnation: int, step: int, evaluate: bool, timeout_s: float) -> Finished:
         """No more steps: waits for the last held-out evaluation. Raises errors.Refused and WaitTimeout."""

@@ -72,6 +72,7 @@ def seeds() -> list[bytes]:
         wire.NextBatch(1, 0),
         wire.Batch(1, 0, (made,), ((0, 0),), 3, {"lag": 1}, (wire.EvalScore(0, 0, 0.5, 3),), 0.1, (2,)),
         wire.Published(1, 1, 1, 0, "d"),
+        wire.Checked(1, 0, (wire.Measured(key, 0, True, 4, 0.1, 0.1, 0.1),)),
         wire.Finish(1, 5),
         wire.Finished(()),
         wire.StatusRequest(),
