@@ -59,7 +59,9 @@ class StepStats:
     masked_positive: float  # of the tokens with a positive advantage, the part outside the trust region
     masked_negative: float
     entropy: float  # of the policy, nats per token
-    measured: tuple[tuple[float, ...], ...] = ()  # of each slot: tokens, sums of kl, ratio, surprise (algo/mismatch.py)
+    measured: tuple[
+        tuple[float, ...], ...
+    ] = ()  # of each slot: tokens, sums of kl, ratio, surprise (algo/mismatch.py)
 
     @property
     def finite(self) -> bool:
