@@ -128,8 +128,8 @@ def run_orchestrator(
 
     `address_file`: where to write the address for this machine's processes, for a parent that asked for
     port 0. `trainer_key`: the public key of the trainer that starts us, allowed beside those in
-    orchestrator.keys. `judge`: the same environment once more, for itself, to score a sample of groups again; None: nothing
-    is. Raises ConfigError where the address is taken, can't be bound, or could be reached from
+    orchestrator.keys. `judge`: the same environment once more, for itself, to score a sample of groups again; None:
+    nothing is. Raises ConfigError where the address is taken, can't be bound, or could be reached from
     other machines without leave, the keys or the spool can't be used, or the prompts can't be read;
     EnvironmentFailed where the environment has no prompt.
     """

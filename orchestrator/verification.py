@@ -32,8 +32,8 @@ standard errors *and* several times what an engine in 16 bits or 8 bits differs 
 reach the limits is left alone: the loss corrects for it.
 
 What this does not find: a worker that computes the trainer's own logprobs for tokens it got elsewhere and takes care
-of their surprise; one that lies in few of its groups; and, where all samples lag, wrong weights in a fleet that has them
-everywhere.
+of their surprise; one that lies in few of its groups; and, where all samples lag, wrong weights in a fleet that has
+them everywhere.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Finding(NamedTuple):
 class _Row(NamedTuple):
     """One worker's tokens of one group, at one lag. `refs`: what others had at the same step and lag."""
 
-    key: Key
+    ordinal: int
     step: int
     lag: int
     tokens: int
@@ -99,16 +99,16 @@ class Verifier:
             if worker and row.tokens and all(abs(getattr(row, name)) < ABSURD for name in _NAMES):
                 by_lag[row.lag][worker].append(row)
         seen = {worker for by_worker in by_lag.values() for worker in by_worker}
-        known = {worker: {row.key for row in self._rows.get(worker, ())} for worker in seen}
+        known = {worker: {row.ordinal for row in self._rows.get(worker, ())} for worker in seen}
         for lag, by_worker in by_lag.items():
             means = {worker: _means(mine) for worker, mine in by_worker.items()}
             pure = {worker: _means([r for r in mine if r.pure]) for worker, mine in by_worker.items()}
             for worker, mine in by_worker.items():
                 refs = _references(worker, means, pure)
                 for row in mine:
-                    if row.key not in known[worker]:
+                    if row.key.ordinal not in known[worker]:
                         values = (row.kl, row.ratio, row.surprise)
-                        self._keep(worker, _Row(row.key, step, lag, row.tokens, values, refs))
+                        self._keep(worker, _Row(row.key.ordinal, step, lag, row.tokens, values, refs))
         for worker in seen:
             self._findings[worker] = self._find(worker)
         return seen
@@ -124,7 +124,7 @@ class Verifier:
 
     def _find(self, worker: str) -> Finding:
         rows = self._rows.get(worker, ())
-        groups = len({row.key for row in rows})
+        groups = len({row.ordinal for row in rows})
         found: list[tuple[float, bool, str]] = []
         for basis in _BASES:
             chosen = [row for row in rows if basis.covers(row)]
@@ -148,55 +148,57 @@ class Verifier:
 
     def _enough(self, rows: Sequence[_Row]) -> bool:
         return (
-            len({row.key for row in rows}) >= self._config.min_groups
+            len({row.ordinal for row in rows}) >= self._config.min_groups
             and len({row.step for row in rows}) >= MIN_STEPS
             and sum(row.tokens for row in rows) >= MIN_TOKENS
         )
 
     def _judged(self, basis: _Basis, rows: Sequence[_Row]) -> list[tuple[float, bool, str]]:
-        """Of each measure that can be judged: how sure, whether it may be guilt, and in words."""
+        """Of each measure that can be judged: how sure over the limit, whether it may be guilt, and in words."""
         limits = (self._config.kl_limit, self._config.ratio_limit, self._config.surprise_limit)
+        tokens = sum(row.tokens for row in rows)
         judged = []
         for at, (name, limit) in enumerate(zip(_NAMES, limits, strict=True)):
-            if basis.name == "others" and any(row.refs[at] is None for row in rows):
-                rows_here = [row for row in rows if row.refs[at] is not None]
-                if not self._enough(rows_here):
-                    continue
-            else:
-                rows_here = list(rows)
-            mean, se = _mean([row.values[at] for row in rows_here], rows_here)
-            sure, against, guilt = self._sure(basis, at, rows_here, mean, se)
             if at == 0 and basis.name == "alone":
                 limit = LONE_KL
-            what = f"{name} {mean:+.3g} per token {against}, the limit is {limit:g}"
-            lags = sorted({row.lag for row in rows_here})
+            chosen = rows
+            if basis.name == "others" and any(row.refs[at] is None for row in rows):
+                chosen = [row for row in rows if row.refs[at] is not None]
+                if not self._enough(chosen):
+                    continue
+            elif (mean := abs(sum(row.values[at] * row.tokens for row in rows)) / tokens) <= limit / 2:
+                judged.append(
+                    (mean / limit, False, "")
+                )  # no standard error can make it worse: the usual case
+                continue
+            sure, guilt, against = _sure(basis, at, chosen)
+            mean, _ = _mean([row.values[at] for row in chosen], chosen)
+            lags = sorted({row.lag for row in chosen})
             where = f"lag {lags[0]}" if len(lags) == 1 else f"lags {lags[0]} to {lags[-1]}"
-            groups = len({row.key for row in rows_here})
-            judged.append((sure / limit, guilt, f"{what} ({groups} groups, {where})"))
+            groups = len({row.ordinal for row in chosen})
+            what = (
+                f"{name} {mean:+.3g} per token {against}, the limit is {limit:g} ({groups} groups, {where})"
+            )
+            judged.append((sure / limit, guilt, what))
         return judged
 
-    def _sure(
-        self, basis: _Basis, at: int, rows: Sequence[_Row], mean: float, se: float
-    ) -> tuple[float, str, bool]:
-        refs = [row.refs[at] for row in rows]
-        compared = [row.values[at] - ref for row, ref in zip(rows, refs, strict=True) if ref is not None]
-        with_others = len(compared) == len(rows)
-        if at == 0:
-            if basis.name != "others":
-                return mean - SURE * se, _AGAINST[basis.name], basis.name == "lag 0"
-            doubled = [row.values[0] - 2.0 * (row.refs[0] or 0.0) for row in rows]
-            over, se_over = _mean(doubled, rows)
-            others, _ = _mean([ref or 0.0 for ref in refs], rows)
-            return over - SURE * se_over, f"where others have {others:.3g}", True
-        sure = abs(mean) - SURE * se
-        if not with_others:
-            # At lag 0 nothing but chance moves the ratio; the surprise can be moved by the filter.
-            return sure, _AGAINST[basis.name], basis.name == "lag 0" and at == 1
-        off, se_off = _mean(compared, rows)
-        others = mean - off
-        if basis.name == "lag 0" and at == 1:
-            return sure, _AGAINST[basis.name], True
-        return min(sure, abs(off) - SURE * se_off), f"where others have {others:+.3g}", True
+
+def _sure(basis: _Basis, at: int, rows: Sequence[_Row]) -> tuple[float, bool, str]:
+    """How much of a measure is no chance, whether it may be guilt, and what it was held against."""
+    mean, se = _mean([row.values[at] for row in rows], rows)
+    refs = [ref for row in rows if (ref := row.refs[at]) is not None]
+    alone = _AGAINST.get(basis.name, "")
+    if at == 0 and basis.name != "others":
+        return mean - SURE * se, basis.name == "lag 0", alone
+    if (basis.name, at) == ("lag 0", 1) or len(refs) < len(rows):
+        # At lag 0 nothing but chance moves the ratio; a filter can move the surprise.
+        return abs(mean) - SURE * se, (basis.name, at) == ("lag 0", 1), alone
+    others, _ = _mean(refs, rows)
+    if at == 0:
+        over, se = _mean([row.values[0] - 2.0 * ref for row, ref in zip(rows, refs, strict=True)], rows)
+        return over - SURE * se, True, f"where others have {others:.3g}"
+    off, se_off = _mean([row.values[at] - ref for row, ref in zip(rows, refs, strict=True)], rows)
+    return min(abs(mean) - SURE * se, abs(off) - SURE * se_off), True, f"where others have {others:+.3g}"
 
 
 _NAMES = ("kl", "ratio", "surprise")
