@@ -21,7 +21,7 @@ import msgspec
 from async_rl.envs.base import Environment
 from async_rl.envs.draws import hash_fraction
 from async_rl.log import get_logger
-from async_rl.wire import Group, Key, Prompt
+from async_rl.wire import Group, Key, Prompt, Sample
 from orchestrator.leases import name_of
 
 __all__ = ["Outcome", "Rescorer", "Rescoring", "chosen", "difference"]
@@ -29,7 +29,8 @@ __all__ = ["Outcome", "Rescorer", "Rescoring", "chosen", "difference"]
 log = get_logger(__name__)
 
 MOST_WAITING = 32
-"""Groups; while so many wait, further ones are passed over: the sample gets smaller, nothing else."""
+MOST_WAITING_BYTES = 64 << 20
+"""While so many groups wait, or so much, further ones are passed over: the sample gets smaller, nothing else."""
 HUNG_S = 5.0
 """Beyond the limit, before a thread counts as lost: asyncio's own limit ends all but what blocks."""
 MOST_LOST = 3
@@ -62,24 +63,29 @@ def chosen(key: Key, salt: str, share: float) -> bool:
 def difference(
     group: Group,
     rewards: Sequence[float],
-    texts: Sequence[Sequence[str]],
     reward_range: tuple[float, float],
+    fits: Callable[[Sample], bool] | None = None,
 ) -> str:
-    """What differs from what the worker said, in words. `texts`: of each sample, the ways in which its tokens may be
-    read; none where there is no tokenizer. Spaces do not count: tokenizers tidy them up differently."""
+    """What differs from what the worker said, in words. `fits`: whether a text is what the tokens say; None: there is
+    no tokenizer to ask."""
     low, high = reward_range
     tolerance = REWARD_TOLERANCE * max(1.0, high - low)
     for index, (sample, reward) in enumerate(zip(group.samples, rewards, strict=True)):
-        said = "".join(sample.text.split())
-        if texts and all("".join(text.split()) != said for text in texts[index]):
+        if fits is not None and not fits(sample):
             return f"{name_of(group.key)} sample {index}: its text is not what its tokens say"
         if not abs(sample.reward - reward) <= tolerance:
             return f"{name_of(group.key)} sample {index}: reward {sample.reward:g}, and {reward:g} when scored again"
     return ""
 
 
+def _size(group: Group) -> int:
+    return sum(
+        len(s.tokens.data) + len(s.logprobs.data) + len(s.mask.data) + len(s.text) for s in group.samples
+    )
+
+
 class Rescorer:
-    """`environment`: used by this alone, in a thread. `texts`: see `difference`. Not thread-safe: called by the
+    """`environment`: used by this alone, in a thread. `fits`: see `difference`. Not thread-safe: called by the
     orchestrator's loop."""
 
     def __init__(
@@ -87,11 +93,11 @@ class Rescorer:
         environment: Environment,
         *,
         timeout_s: float,
-        texts: Callable[[Group], list[list[str]]] | None = None,
+        fits: Callable[[Sample], bool] | None = None,
     ) -> None:
         self._environment = environment
         self._timeout_s = timeout_s
-        self._texts = texts
+        self._fits = fits
         self._waiting: deque[Rescoring] = deque()
         self._running: tuple[Rescoring, concurrent.futures.Future[str], float] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -102,7 +108,9 @@ class Rescorer:
         return self._running is None and not self._waiting
 
     def add(self, rescoring: Rescoring) -> None:
-        if self._lost < MOST_LOST and len(self._waiting) < MOST_WAITING:
+        waiting = sum(_size(each.group) for each in self._waiting)
+        room = len(self._waiting) < MOST_WAITING and waiting < MOST_WAITING_BYTES
+        if self._lost < MOST_LOST and room:
             self._waiting.append(rescoring)
 
     def turn(self, now: float) -> list[Outcome]:
@@ -163,5 +171,4 @@ class Rescorer:
         values = [float(value) for value in await asyncio.wait_for(rewards, self._timeout_s)]
         if not all(map(math.isfinite, values)):
             raise ValueError(f"rewards {values} are not all finite")
-        texts = self._texts(group) if self._texts is not None else []
-        return difference(group, values, texts, self._environment.reward_range)
+        return difference(group, values, self._environment.reward_range, self._fits)

@@ -25,6 +25,7 @@ from orchestrator.control import Control, Outgoing
 from orchestrator.prompts import check_prompts
 from orchestrator.rescoring import Rescorer
 from orchestrator.spool import Journal, Spool
+from orchestrator.texts import token_reader
 
 __all__ = ["run_orchestrator", "serve"]
 
@@ -123,13 +124,16 @@ def run_orchestrator(
     address_file: Path | None = None,
     trainer_key: str = "",
     judge: Environment | None = None,
+    model: Path | None = None,
 ) -> None:
     """Serve one run until it is finished, or until SIGTERM or SIGINT. Blocking: the entry of the process.
 
     `address_file`: where to write the address for this machine's processes, for a parent that asked for
     port 0. `trainer_key`: the public key of the trainer that starts us, allowed beside those in
     orchestrator.keys. `judge`: the same environment once more, for itself, to score a sample of groups again; None:
-    nothing is. Raises ConfigError where the address is taken, can't be bound, or could be reached from
+    nothing is. `model`: a folder with its tokenizer.json, to read their tokens with.
+
+    Raises ConfigError where the address is taken, can't be bound, or could be reached from
     other machines without leave, the keys or the spool can't be used, or the prompts can't be read;
     EnvironmentFailed where the environment has no prompt.
     """
@@ -142,7 +146,8 @@ def run_orchestrator(
         journal: Spool | None = None
         rescorer: Rescorer | None = None
         if judge is not None and is_deterministic(judge) and config.verify.rescore_share:
-            rescorer = Rescorer(judge, timeout_s=config.verify.rescore_timeout_s)
+            fits = token_reader(model) if model is not None else None
+            rescorer = Rescorer(judge, timeout_s=config.verify.rescore_timeout_s, fits=fits)
         try:
             journal = Spool(spool, fsync=config.fsync)
             now = time.monotonic()

@@ -45,6 +45,7 @@ def command(
         address_file=address_file,
         trainer_key=trainer_key,
         judge=make_environment(config.environment),
+        model=Path(config.model.path),
     )
 
 

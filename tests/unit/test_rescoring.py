@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
 
@@ -11,8 +12,9 @@ import pytest
 
 from async_rl.envs import EnvironmentConfig, make_environment
 from async_rl.envs.base import is_deterministic
-from async_rl.wire import Prompt
+from async_rl.wire import Array, Prompt
 from orchestrator.rescoring import MOST_LOST, MOST_WAITING, Rescorer, Rescoring, difference
+from orchestrator.texts import token_reader
 from tests.orchestration import Counting, group, sample, train_key
 
 RANGE = (0.0, 1.0)
@@ -57,16 +59,76 @@ def test_rewards_that_fit_have_nothing_wrong_and_others_are_named(rescorer):
 
 def test_rounding_is_no_difference_and_a_number_that_is_none_is_one():
     made = answered("7", rewards=(0.3,))
-    assert difference(made, [0.1 + 0.2], [], RANGE) == ""
-    assert difference(made, [0.30001], [], RANGE)
-    assert difference(made, [0.30001], [], (-1000.0, 1000.0)) == ""
-    assert difference(made, [float("nan")], [], RANGE)
+    assert difference(made, [0.1 + 0.2], RANGE) == ""
+    assert difference(made, [0.30001], RANGE)
+    assert difference(made, [0.30001], (-1000.0, 1000.0)) == ""
+    assert difference(made, [float("nan")], RANGE)
 
 
-def test_a_text_that_the_tokens_do_not_say_is_wrong_and_spaces_do_not_count():
-    made = answered("seven , 7", rewards=(1.0,))
-    assert difference(made, [1.0], [["other", "seven, 7"]], RANGE) == ""
-    assert "not what its tokens say" in difference(made, [1.0], [["eight"]], RANGE)
+# ---------------------------------------------------------------- texts and tokens
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A folder with a tokenizer of four words, an end token, and one that only its settings call special."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    vocabulary = {"it": 0, "is": 1, "7": 2, "8": 3, "<end>": 4, "<think>": 5}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="8"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(["<end>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    settings = {
+        "eos_token": "<end>",
+        "additional_special_tokens": [{"content": "<think>"}],
+        "model_max_length": 9,
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("tokens", "text", "fitting"),
+    [
+        ([0, 1, 2], "it is 7", True),
+        ([0, 1, 2, 4], "it is 7", True),
+        ([0, 1, 2, 4], "it is 7<end>", True),
+        ([5, 0, 1, 2], "it is7", True),
+        ([0, 1, 3], "it is 7", False),
+        ([0, 1, 2, 3], "it is 7", False),
+        ([0], "", False),
+        ([4], "", True),
+    ],
+)
+def test_a_text_is_what_its_tokens_say_but_for_spaces_and_special_tokens(model, tokens, text, fitting):
+    fits = token_reader(model)
+    assert fits(sample(tokens=Array.of(tokens, "<i4"), text=text)) is fitting
+
+
+def test_a_right_answer_that_the_tokens_do_not_say_is_no_right_answer(model):
+    made = group(train_key(7), samples=(sample(tokens=Array.of([0, 1, 3], "<i4"), text="it is 7"),))
+    assert difference(made, [1.0], RANGE) == ""
+    found = difference(made, [1.0], RANGE, token_reader(model))
+    assert found == "train/7 sample 0: its text is not what its tokens say"
+
+
+@pytest.mark.parametrize("content", [None, "no JSON"])
+def test_without_a_tokenizer_texts_are_the_workers_word(tmp_path, content):
+    if content is not None:
+        (tmp_path / "tokenizer.json").write_text(content)
+    assert token_reader(tmp_path) is None
+
+
+@pytest.mark.slow
+def test_what_a_worker_decodes_fits_its_tokens(tiny_model):
+    """With transformers, as the worker does it."""
+    from workers.rollout_groups import Texts
+
+    texts, fits = Texts(tiny_model), token_reader(tiny_model)
+    ids = list(range(40))
+    made = sample(tokens=Array.of(ids, "<i4"), text=texts.completion(ids))
+    assert fits(made)
+    assert not fits(msgspec.structs.replace(made, text=made.text + "a"))
 
 
 class Slow(Counting):
