@@ -10,9 +10,9 @@ as it says, however old its policy. They are held against a reference:
     others      twice the others', two or more others   0, and the others              0, and the others
     alone       1 nat per token                         0                              0
 
-`others`: workers with tokens of the same step and the same lag, so of the same version; of their means the median,
-of two middle ones the one that speaks for the worker. For kl only what they sampled before an update met their
-sample counts: after one it is nearer to the policy trained.
+`others`: workers with tokens in the same step; of their means the median, of two middle ones the one that speaks for
+the worker. For kl, which grows with the lag, only their tokens of the same lag, so of the same version, and of
+them those that they sampled before an update met their sample: after one they are nearer to the policy trained.
 `0, and the others`: what is far from 0 must be far from the others, too, to count. A filter (groups whose rewards are
 all equal are left out) moves the zeros a little, for all workers alike; and between two workers who differ, it is
 the one far from 0 that is wrong. kl has no zero at a lag: of two workers who differ either may be the one, the
@@ -74,7 +74,7 @@ class Finding(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """One worker's tokens of one group, at one lag. `refs`: what others had at the same step and lag."""
+    """One worker's tokens of one group, at one lag. `refs`: what others had in the same step."""
 
     ordinal: int
     step: int
@@ -93,22 +93,29 @@ class Verifier:
     def add(self, step: int, rows: Iterable[Measured], worker_of: Callable[[Key], str]) -> set[str]:
         """What one step has shown; the workers it is about. `worker_of`: who delivered a group, "" where that is
         not known any more. A group that was seen before (a resumed trainer repeats steps) counts once."""
-        by_lag: dict[int, dict[str, list[Measured]]] = defaultdict(lambda: defaultdict(list))
+        by_worker: dict[str, list[Measured]] = defaultdict(list)
         for row in rows:
             worker = worker_of(row.key)
             if worker and row.tokens and all(abs(getattr(row, name)) < ABSURD for name in _NAMES):
-                by_lag[row.lag][worker].append(row)
-        seen = {worker for by_worker in by_lag.values() for worker in by_worker}
-        known = {worker: {row.ordinal for row in self._rows.get(worker, ())} for worker in seen}
-        for lag, by_worker in by_lag.items():
-            means = {worker: _means(mine) for worker, mine in by_worker.items()}
-            pure = {worker: _means([r for r in mine if r.pure]) for worker, mine in by_worker.items()}
-            for worker, mine in by_worker.items():
-                refs = _references(worker, means, pure)
-                for row in mine:
-                    if row.key.ordinal not in known[worker]:
-                        values = (row.kl, row.ratio, row.surprise)
-                        self._keep(worker, _Row(row.key.ordinal, step, lag, row.tokens, values, refs))
+                by_worker[worker].append(row)
+        means = {worker: _means(mine) for worker, mine in by_worker.items()}
+        kls = _kls(by_worker)
+        for worker, mine in by_worker.items():
+            known = {row.ordinal for row in self._rows.get(worker, ())}
+            ratio, surprise = (
+                _median_near(
+                    means[worker][at], [each[at] for name, each in means.items() if name != worker]
+                )
+                for at in (1, 2)
+            )
+            for row in mine:
+                if row.key.ordinal not in known:
+                    others = sorted(kl for name, kl in kls[row.lag].items() if name != worker)
+                    kl = others[len(others) // 2] if len(others) >= 2 else None
+                    values = (row.kl, row.ratio, row.surprise)
+                    kept = _Row(row.key.ordinal, step, row.lag, row.tokens, values, (kl, ratio, surprise))
+                    self._keep(worker, kept)
+        seen = set(by_worker)
         for worker in seen:
             self._findings[worker] = self._find(worker)
         return seen
@@ -217,28 +224,19 @@ _BASES = (
 _AGAINST = {"lag 0": "from the very policy", "alone": "with no other worker to compare with"}
 
 
-def _means(rows: Sequence[Measured]) -> tuple[float, float, float] | None:
+def _means(rows: Sequence[Measured]) -> tuple[float, float, float]:
     tokens = sum(row.tokens for row in rows)
-    if not tokens:
-        return None
     kl, ratio, surprise = (sum(getattr(row, name) * row.tokens for row in rows) / tokens for name in _NAMES)
     return kl, ratio, surprise
 
 
-def _references(
-    worker: str,
-    means: dict[str, tuple[float, float, float] | None],
-    pure: dict[str, tuple[float, float, float] | None],
-) -> tuple[float | None, float | None, float | None]:
-    mine = means[worker]
-    assert mine is not None, "it has tokens"
-    kls = sorted(each[0] for name, each in pure.items() if name != worker and each is not None)
-    others = [each for name, each in means.items() if name != worker and each is not None]
-    return (
-        kls[len(kls) // 2] if len(kls) >= 2 else None,
-        _median_near(mine[1], [each[1] for each in others]),
-        _median_near(mine[2], [each[2] for each in others]),
-    )
+def _kls(by_worker: dict[str, list[Measured]]) -> dict[int, dict[str, float]]:
+    """By lag, of each worker: of what was sampled before an update met its sample."""
+    kls: dict[int, dict[str, float]] = defaultdict(dict)
+    for worker, rows in by_worker.items():
+        for lag in {row.lag for row in rows if row.pure}:
+            kls[lag][worker] = _means([row for row in rows if row.pure and row.lag == lag])[0]
+    return kls
 
 
 def _median_near(value: float, others: list[float]) -> float | None:

@@ -46,7 +46,11 @@ def journal(run: LocalRun) -> list[Record]:
 def test_of_two_workers_the_one_that_lies_is_quarantined_and_the_run_learns_from_the_other(
     tmp_path: Path, tiny_model: Path
 ):
-    settings = {"sampling": {"group_size": 8, "max_tokens": 12}, "trainer": {"steps": 400}}
+    settings = {
+        "sampling": {"group_size": 8, "max_tokens": 12},
+        "orchestrator": {"batch_groups": 8},
+        "trainer": {"steps": 400},
+    }
     url = f"file://{tmp_path / 'run'}"
     with LocalRun(tmp_path, url, tiny_model, **settings) as run:
         trainer, honest = run.start_trainer(), run.start_worker("honest")

@@ -144,6 +144,7 @@ def test_a_group_that_a_resumed_trainer_trains_again_counts_once():
         for _ in range(3):
             verifier.add(step, rows, lambda key: "a")
     assert verifier.finding("a").groups == 4
+    assert len(verifier._rows["a"]) == 4
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1e300])
