@@ -120,6 +120,7 @@ class Control:
         self._conduct = Conduct(config.verify)
         self._rescoring_salt = rescoring_salt
         self._rescorings: list[Rescoring] = []
+        self._suspects: set[str] = set()  # so that each is logged once
         self._ledger = GroupLedger(config, journal, lease_ids)
         self._spool = journal.where
         self._session: Session | None = None
@@ -448,6 +449,9 @@ class Control:
 
     def _judge(self, name: str, now: float) -> None:
         standing = self._conduct.standing(name)
+        if standing.state == "suspect" and name not in self._suspects:
+            log.warning("worker suspect", worker=name, reason=standing.reason)
+        (self._suspects.add if standing.state == "suspect" else self._suspects.discard)(name)
         if standing.state != "guilty" or name in self._ledger.quarantine:
             return
         log.error("worker quarantined", worker=name, reason=standing.reason)

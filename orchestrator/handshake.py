@@ -28,13 +28,13 @@ UNKNOWN_WORKER = Refusal("unknown", "this orchestrator does not know you: say He
 
 
 def in_quarantine(worker: str, reason: str, left_s: float) -> Refusal:
-    """It may come again, and is told until then: a worker that ended would only be started anew by whatever runs
-    it."""
+    """It may come again, and is told until then: a worker that ended would only be started anew by whatever runs it.
+    The reason stays the same from one Hello to the next, so that a worker's log has it once."""
     return Refusal(
         "quarantined",
-        f"worker {worker} is in quarantine for {left_s:.0f} s more: {reason}",
-        "compare its release, weights, engine and environment with the other workers'; the limits are in "
-        "[orchestrator.verify]",
+        f"worker {worker} is in quarantine: {reason}",
+        f"it may try again in {left_s:.0f} s; compare its release, weights, engine and environment with the other "
+        "workers'; the limits are in [orchestrator.verify]",
         retry=True,
     )
 
