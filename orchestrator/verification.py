@@ -39,7 +39,8 @@ them everywhere.
 from __future__ import annotations
 
 import math
-from collections import defaultdict, deque
+from bisect import bisect_left
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -58,6 +59,8 @@ has a probability of 1.5 % or more, and is missing among so many with 1e-13."""
 WINDOW = 4
 """Times the least evidence that is remembered."""
 MOST_ROWS = 4096
+OFTEN = 4
+"""Findings for each min_groups groups: a millisecond each, while nobody is served."""
 ABSURD = 1e6
 """No mean of clamped numbers is that large, and NaN is not smaller."""
 LONE_KL = 1.0
@@ -88,7 +91,8 @@ class Verifier:
     def __init__(self, config: VerifyConfig) -> None:
         self._config = config
         self._rows: dict[str, deque[_Row]] = {}
-        self._findings: dict[str, Finding] = {}  # as of the last `add`
+        self._findings: dict[str, Finding] = {}
+        self._unseen: Counter[str] = Counter()  # rows since a worker's last finding
 
     def add(self, step: int, rows: Iterable[Measured], worker_of: Callable[[Key], str]) -> set[str]:
         """What one step has shown; the workers it is about. `worker_of`: who delivered a group, "" where that is
@@ -99,30 +103,31 @@ class Verifier:
             if worker and row.tokens and all(abs(getattr(row, name)) < ABSURD for name in _NAMES):
                 by_worker[worker].append(row)
         means = {worker: _means(mine) for worker, mine in by_worker.items()}
+        ordered = [sorted(each[at] for each in means.values()) for at in (1, 2)]
         kls = _kls(by_worker)
+        ordered_kls = {lag: sorted(of_lag.values()) for lag, of_lag in kls.items()}
         for worker, mine in by_worker.items():
             known = {row.ordinal for row in self._rows.get(worker, ())}
-            ratio, surprise = (
-                _median_near(
-                    means[worker][at], [each[at] for name, each in means.items() if name != worker]
-                )
-                for at in (1, 2)
-            )
+            ratio, surprise = (_median_near(means[worker][at], ordered[at - 1]) for at in (1, 2))
             for row in mine:
                 if row.key.ordinal not in known:
-                    others = sorted(kl for name, kl in kls[row.lag].items() if name != worker)
+                    own = kls[row.lag].get(worker) if row.lag in kls else None
+                    others = _without(own, ordered_kls.get(row.lag, []))
                     kl = others[len(others) // 2] if len(others) >= 2 else None
                     values = (row.kl, row.ratio, row.surprise)
                     kept = _Row(row.key.ordinal, step, row.lag, row.tokens, values, (kl, ratio, surprise))
                     self._keep(worker, kept)
         seen = set(by_worker)
         for worker in seen:
-            self._findings[worker] = self._find(worker)
+            if self._unseen[worker] * OFTEN >= self._config.min_groups:
+                self._unseen[worker] = 0
+                self._findings[worker] = self._find(worker)
         return seen
 
     def forget(self, worker: str) -> None:
         self._rows.pop(worker, None)
         self._findings.pop(worker, None)
+        self._unseen.pop(worker, None)
 
     def finding(self, worker: str) -> Finding:
         return self._findings.get(worker, Finding("unjudged", "", 0))
@@ -147,6 +152,7 @@ class Verifier:
     def _keep(self, worker: str, row: _Row) -> None:
         rows = self._rows.setdefault(worker, deque(maxlen=MOST_ROWS))
         rows.append(row)
+        self._unseen[worker] += 1
         tokens = sum(row.tokens for row in rows)
         while (
             len(rows) > WINDOW * self._config.min_groups and tokens - rows[0].tokens > WINDOW * MIN_TOKENS
@@ -239,12 +245,20 @@ def _kls(by_worker: dict[str, list[Measured]]) -> dict[int, dict[str, float]]:
     return kls
 
 
-def _median_near(value: float, others: list[float]) -> float | None:
-    """The median; of two middle ones, the nearer to `value`."""
+def _without(value: float | None, ordered: list[float]) -> list[float]:
+    """`ordered` less one `value` that it holds."""
+    if value is None:
+        return ordered
+    at = bisect_left(ordered, value)
+    return ordered[:at] + ordered[at + 1 :]
+
+
+def _median_near(value: float, ordered: list[float]) -> float | None:
+    """Of the others than `value`, the median; of two middle ones, the nearer."""
+    others = _without(value, ordered)
     if not others:
         return None
-    ordered = sorted(others)
-    middle = (ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2])
+    middle = (others[(len(others) - 1) // 2], others[len(others) // 2])
     return min(middle, key=lambda each: abs(each - value))
 
 
