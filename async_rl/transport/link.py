@@ -335,6 +335,9 @@ def _describe(status: Status) -> str:
     for name, counts in (("dropped", status.dropped), ("refused", status.refused)):
         if counts:
             parts.append(f"{name}: " + ", ".join(f"{reason} {n}" for reason, n in sorted(counts.items())))
+    for standing in status.standings:
+        if standing.state == "quarantined":
+            parts.append(f"in quarantine: {standing.worker}: {standing.reason}")
     if status.dead_letters:
         key, reason = status.dead_letters[-1]
         parts.append(f"last given up: {key}: {reason}")

@@ -367,3 +367,11 @@ def test_without_an_environment_of_its_own_nothing_is_kept_for_scoring():
     w1 = play.join()
     play.deliver(w1, play.leases(w1)[0])
     assert play.control.take_rescorings() == []
+
+
+def test_a_trainer_that_waits_in_vain_is_told_who_is_in_quarantine():
+    from async_rl.transport.link import _describe
+
+    play = attached()
+    offend(play, play.join(capacity=4))
+    assert "in quarantine: w1: 2 of its last 2 groups were refused" in _describe(play.status())
