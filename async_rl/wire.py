@@ -6,7 +6,7 @@
     Credit        ──────────────────────►                        ◄──────────────  NextBatch(step)
                   ◄──────────────────────  Lease                       Batch  ───────────►
     Heartbeat     ──────────────────────►                        ◄──────────────  Published(version)
-    GroupDone     ──────────────────────►
+    GroupDone     ──────────────────────►                        ◄──────────────  Checked(step)
                   ◄──────────────────────  Ack | Nack
     Failed        ──────────────────────►                        ◄──────────────  Finish
                   ◄── Announce | Cancel | Drain             Finished  ───────────────────►
@@ -318,6 +318,27 @@ class Published(Struct, frozen=True, array_like=True, tag="published"):
     digest: Name = ""  # of the state
 
 
+class Measured(Struct, frozen=True, array_like=True):
+    """How well the behaviour logprobs of a part of one group fit the policy that was trained with it: means over its
+    loss tokens, as async_rl/algo/mismatch.py defines them."""
+
+    key: Key
+    lag: Count  # of these tokens, optimizer steps
+    pure: bool  # sampled before the sample met an update of the engine
+    tokens: Count
+    kl: float
+    ratio: float
+    surprise: float
+
+
+class Checked(Struct, frozen=True, array_like=True, tag="checked"):
+    """What the forward pass of step `step` has shown. Sent once and not answered: a lost one is evidence lost."""
+
+    incarnation: int
+    step: Count
+    rows: tuple[Measured, ...]
+
+
 class Finish(Struct, frozen=True, array_like=True, tag="finish"):
     """No more steps. The last held-out evaluation runs, workers are drained, then Finished is sent."""
 
@@ -356,6 +377,16 @@ class WorkerStatus(Struct, frozen=True, array_like=True):
     last_seen_s: float  # ago
 
 
+class Standing(Struct, frozen=True, array_like=True):
+    """Whether a worker's numbers fit."""
+
+    worker: str
+    state: str  # unjudged (too little was seen), good, suspect, quarantined
+    reason: str = ""
+    groups: int = 0  # whose behaviour logprobs were compared
+    left_s: float = 0.0  # of its quarantine
+
+
 class Status(Struct, frozen=True, array_like=True, tag="status"):
     """One consistent picture, for `async-rl lag` and for exporters."""
 
@@ -383,11 +414,12 @@ class Status(Struct, frozen=True, array_like=True, tag="status"):
     uptime_s: float
     dead_letters: tuple[tuple[str, str], ...] = ()  # (key, last reason), newest last
     refused: dict[str, int] = {}  # messages and groups that were not accepted, by reason
+    standings: tuple[Standing, ...] = ()  # of the workers that something is known about
 
 
 FromWorker: TypeAlias = Hello | Credit | Heartbeat | GroupDone | Failed | Bye
 ToWorker: TypeAlias = Welcome | Refused | Lease | Ack | Nack | Announce | Cancel | Drain
-FromTrainer: TypeAlias = Attach | NextBatch | Published | Finish
+FromTrainer: TypeAlias = Attach | NextBatch | Published | Checked | Finish
 ToTrainer: TypeAlias = Attached | Batch | Finished
 AnyMessage: TypeAlias = (
     Hello
@@ -407,6 +439,7 @@ AnyMessage: TypeAlias = (
     | Attach
     | NextBatch
     | Published
+    | Checked
     | Finish
     | Attached
     | Batch

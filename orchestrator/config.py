@@ -9,7 +9,7 @@ from msgspec import Meta, Struct
 from async_rl.errors import ConfigError
 from async_rl.transport.base import is_loopback
 
-__all__ = ["EvalConfig", "OrchestratorConfig", "SamplingConfig", "check_bind"]
+__all__ = ["EvalConfig", "OrchestratorConfig", "SamplingConfig", "VerifyConfig", "check_bind"]
 
 Positive = Annotated[float, Meta(gt=0)]
 NotNegative = Annotated[float, Meta(ge=0)]
@@ -23,6 +23,39 @@ class SamplingConfig(Struct, frozen=True, forbid_unknown_fields=True):
     temperature: Positive = 1.0
     max_tokens: Annotated[int, Meta(ge=1)] = 256
     """Per sample, the prompt not counted."""
+
+
+class VerifyConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """`[orchestrator.verify]`: whether what workers send fits, and what becomes of one whose numbers do not. What is
+    compared, and how: orchestrator/verification.py."""
+
+    quarantine: bool = True
+    """False: who would be quarantined is shown as suspect, and goes on."""
+    kl_limit: Positive = 0.1
+    """Nats per token by which a worker's policy may differ from the one it names. An engine in 16 bits has about
+    0.001 to 0.01, in 8 bits up to 0.03; raise it for engines in 4 bits."""
+    ratio_limit: Positive = 0.1
+    """By which the mean weight pi / mu of its tokens may differ from 1: about the shift of its logprobs, in nats."""
+    surprise_limit: Positive = 0.25
+    """Nats per token by which its tokens may be more or less surprising than samples of the policy. Leaving out
+    groups without signal moves it by up to 0.2 where nearly all answers are right."""
+    min_groups: Annotated[int, Meta(ge=4)] = 16
+    """Groups (and 2000 tokens, and 4 steps) before anything is said."""
+    rescore_share: Annotated[float, Meta(ge=0, le=1)] = 0.02
+    """Share of the groups whose rewards are computed again here. At 2 % a worker that makes up every reward is found
+    after some 150 groups. 0: none, for rewards that are dear."""
+    rescore_timeout_s: Positive = 60.0
+    """Limit for the rewards of one group; beyond it nothing is said about the group."""
+    rescore_wrong: Annotated[int, Meta(ge=1)] = 3
+    """Groups with a wrong reward, of the last 64 that were looked at, that mean quarantine; one makes suspect. More
+    than one, because the environment may be of another release on one side for a moment."""
+    max_faults: Annotated[int, Meta(ge=0)] = 5
+    """Groups refused for what they say, of the last `fault_window`, that mean quarantine: an honest worker has none.
+    0: never."""
+    fault_window: Annotated[int, Meta(ge=1)] = 20
+    quarantine_s: Positive = 600.0
+    """How long. Then the worker may try again, and nothing is held against it; found again, it stays twice as long,
+    up to a day. A restart of the orchestrator begins the time anew."""
 
 
 class OrchestratorConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -70,6 +103,7 @@ class OrchestratorConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Limit for the held-out evaluation of the final version."""
     drain_s: NotNegative = 10.0
     """Limit for the workers to leave after the last step."""
+    verify: VerifyConfig = VerifyConfig()
 
 
 class EvalConfig(Struct, frozen=True, forbid_unknown_fields=True):

@@ -26,6 +26,7 @@ from async_rl.wire import (
     Batch,
     Bye,
     Cancel,
+    Checked,
     Credit,
     Drain,
     EvalScore,
@@ -48,14 +49,23 @@ from async_rl.wire import (
     Welcome,
 )
 from orchestrator.acceptance import Fault, Requirements, examine
+from orchestrator.conduct import Conduct
 from orchestrator.config import EvalConfig, OrchestratorConfig, SamplingConfig
 from orchestrator.early import end_early
-from orchestrator.handshake import UNKNOWN_WORKER, Refusal, refuse_attach, refuse_hello, refuse_trainer
+from orchestrator.handshake import (
+    UNKNOWN_WORKER,
+    Refusal,
+    in_quarantine,
+    refuse_attach,
+    refuse_hello,
+    refuse_trainer,
+)
 from orchestrator.leases import Held, name_of
 from orchestrator.ledger import Formed, GroupLedger, hash_of
 from orchestrator.pool import Failure
 from orchestrator.prompts import prompt_of
 from orchestrator.records import Record, Took, Version, encode_group
+from orchestrator.rescoring import Outcome, Rescoring, chosen
 from orchestrator.roster import Emptiest, Roster, Worker
 from orchestrator.seeds import seeds_of
 from orchestrator.session import Asked, Session
@@ -85,7 +95,9 @@ class Control:
         lease_ids: Iterator[int],
         now: float,
         journal: Journal,
+        rescoring_salt: str | None = None,
     ) -> None:
+        """`rescoring_salt`: chooses the groups that are scored again; None: there is nobody to do it."""
         self._environment = environment
         self._config = config
         self._evaluation = evaluation
@@ -106,6 +118,10 @@ class Control:
             self._roster, lambda name: self._session.leases(name) if self._session else 0
         )
         self._tally = Tally()
+        self._conduct = Conduct(config.verify)
+        self._rescoring_salt = rescoring_salt
+        self._rescorings: list[Rescoring] = []
+        self._suspects: set[str] = set()  # so that each is logged once
         self._ledger = GroupLedger(config, journal, lease_ids)
         self._spool = journal.where
         self._session: Session | None = None
@@ -140,11 +156,12 @@ class Control:
                 self._on_not_allowed(peer, message)
             case Malformed():
                 self._refuse(peer, Refusal("malformed", message.message, message.hint))
+                self._examined(self._roster.at(peer), "malformed", now)
             case StatusRequest():
                 self._send(peer, self.status(now))
             case Attach():
                 self._on_attach(peer, message, now)
-            case NextBatch() | Published() | Finish():
+            case NextBatch() | Published() | Checked() | Finish():
                 session = self._trainer(peer, message.incarnation, now)
                 if session is not None:
                     self._on_trainer(session, message, now)
@@ -156,12 +173,30 @@ class Control:
                 reason = f"{type(message).__name__} is a message that only the orchestrator sends"
                 self._refuse(peer, Refusal("malformed", reason))
 
+    def rescored(self, outcome: Outcome, now: float) -> Outgoing:
+        """Rewards of a group were scored again."""
+        self._out = []
+        if outcome.wrong:
+            self._tally.refused["reward_differs"] += 1
+            log.warning("rewards do not fit", worker=outcome.worker, found=outcome.wrong)
+        self._conduct.rescored(outcome.worker, outcome.wrong)
+        self._judge(outcome.worker, now)
+        self._advance(now)
+        return self._out
+
+    def take_rescorings(self) -> list[Rescoring]:
+        """Groups accepted since the last call that are to be scored again."""
+        taken, self._rescorings = self._rescorings, []
+        return taken
+
     def tick(self, now: float) -> Outgoing:
         """Time has passed: leases expire, silent workers are gone, holds and limits end."""
         self._out = []
         for worker in self._roster.silent(now):
             log.warning("worker gone", worker=worker.name, silent_s=now - worker.last_seen)
             self._release(worker, "its worker went silent", counted=True)
+        for name in self._ledger.quarantine.over(now):
+            self._end_quarantine(name)
         if self._session is not None:
             ended = [*self._ledger.expire(now), *self._session.evals.expire(now)]
             self._note(ended)
@@ -211,6 +246,7 @@ class Control:
                 attach.incarnation, attach.step, attach.origin, attach.frontier, attach.open, attach.anew
             )
             self._cancel(ledger.take(took), "a trainer resumed after the step that used this group")
+            ledger.drop_quarantined(now)
         self._session = session = Session(
             attach, peer, self._config, self._evaluation, self._lease_ids, ledger, now
         )
@@ -242,7 +278,9 @@ class Control:
         session.heard = now
         return session
 
-    def _on_trainer(self, session: Session, message: NextBatch | Published | Finish, now: float) -> None:
+    def _on_trainer(
+        self, session: Session, message: NextBatch | Published | Checked | Finish, now: float
+    ) -> None:
         match message:
             case NextBatch(step=step, resumable=resumable):
                 session.ledger.keep_from(min(resumable, step))
@@ -257,6 +295,9 @@ class Control:
                             session.evals.start(version, step), "a newer version is being evaluated"
                         )
                     self._announce(session)
+            case Checked(step=step, rows=rows):
+                for name in self._conduct.checked(step, rows, session.ledger.deliverer):
+                    self._judge(name, now)
             case Finish():
                 self._on_finish(session, message, now)
 
@@ -304,7 +345,10 @@ class Control:
         assert session is not None, "without a trainer every Hello is refused"
         if self._roster.at(peer) is None:
             log.info("worker joined", worker=hello.worker, cluster=hello.cluster, engine=hello.engine)
-        self._roster.join(hello, peer, now)
+        worker = self._roster.join(hello, peer, now)
+        if worker.name in self._ledger.quarantine:
+            worker.state = "quarantined"
+            return self._tell_quarantined(worker, now)
         self._send(peer, Welcome(PROTOCOL, session.attach.run, self._settings, session.versions.newest))
 
     def _on_not_allowed(self, peer: bytes, refused: NotAllowed) -> None:
@@ -327,6 +371,11 @@ class Control:
                 self._refuse(peer, UNKNOWN_WORKER)
             return
         worker.last_seen = now
+        if worker.name in self._ledger.quarantine and not isinstance(message, Bye):
+            if isinstance(message, GroupDone):
+                fault = Fault("quarantined", self._ledger.quarantine.reason(worker.name))
+                self._nack(worker, message.lease, message.group, fault)
+            return self._tell_quarantined(worker, now)
         match message:
             case Credit(capacity=capacity, version=version):
                 worker.capacity, worker.version = capacity, version
@@ -385,6 +434,8 @@ class Control:
                 self._note(session.evals.fail(lease, worker.name, reason, counted=result.counts))
             else:
                 self._note(session.ledger.fail(lease, worker.name, reason, now, counted=result.counts))
+            if result.counts:
+                self._examined(worker, f"{result.code}: {result.detail}", now)
             return
         if key.split == "eval":
             obsolete = session.evals.deliver(lease, worker.name, group)
@@ -394,8 +445,58 @@ class Control:
             log.debug("group taken", key=name_of(key), worker=worker.name, outcome=delivery.outcome)
         worker.groups_done += 1
         self._send(worker.peer, Ack(lease, key))
+        self._examined(worker, "", now)
+        self._maybe_rescore(worker, group)
         if obsolete is not None:
             self._cancel([obsolete], "another worker delivered it")
+
+    # ---------------------------------------------------------------- workers whose numbers do not fit
+
+    def _maybe_rescore(self, worker: Worker, group: Group) -> None:
+        share = self._config.verify.rescore_share
+        if self._rescoring_salt is not None and chosen(group.key, self._rescoring_salt, share):
+            prompt = prompt_of(self._environment, group.key.split, group.key.ordinal)
+            self._rescorings.append(Rescoring(worker.name, prompt, group))
+
+    def _examined(self, worker: Worker | None, fault: str, now: float) -> None:
+        if worker is not None:
+            self._conduct.examined(worker.name, fault)
+            if fault:
+                self._judge(worker.name, now)
+
+    def _judge(self, name: str, now: float) -> None:
+        standing = self._conduct.standing(name)
+        if standing.state == "suspect" and name not in self._suspects:
+            log.warning("worker suspect", worker=name, reason=standing.reason)
+        (self._suspects.add if standing.state == "suspect" else self._suspects.discard)(name)
+        if standing.state != "guilty" or name in self._ledger.quarantine:
+            return
+        log.error("worker quarantined", worker=name, reason=standing.reason)
+        self._conduct.forget(name)
+        held = [*self._ledger.pool.of_worker(name)]
+        if self._session is not None:
+            held += self._session.evals.pool.of_worker(name)
+        self._cancel(held, "its worker is in quarantine")
+        worker, session = self._roster.get(name), self._session
+        self._note(self._ledger.put_in_quarantine(name, standing.reason, now))
+        if session is not None:
+            self._note(session.evals.worker_left(name, "its worker is in quarantine", counted=False))
+        if worker is not None and worker.gone_since is None:
+            worker.state = "quarantined"
+            self._tell_quarantined(worker, now)
+
+    def _tell_quarantined(self, worker: Worker, now: float) -> None:
+        quarantine = self._ledger.quarantine
+        left_s = quarantine.left_s(worker.name, now)
+        self._refuse(worker.peer, in_quarantine(worker.name, quarantine.reason(worker.name), left_s))
+
+    def _end_quarantine(self, name: str) -> None:
+        log.info("quarantine ended, the worker may try again", worker=name)
+        self._ledger.release(name)
+        worker = self._roster.get(name)
+        if worker is not None and worker.state == "quarantined":
+            worker.state = "starting"
+            self._refuse(worker.peer, UNKNOWN_WORKER)  # so that it says Hello at once
 
     def _nack(self, worker: Worker, lease: int, group: Group, fault: Fault) -> None:
         self._tally.refused[fault.code] += 1
@@ -517,7 +618,14 @@ class Control:
 
     def status(self, now: float) -> Status:
         return status_of(
-            self._session, self._ledger, self._tally, self._roster, self._config, self._started, now
+            self._session,
+            self._ledger,
+            self._tally,
+            self._roster,
+            self._conduct,
+            self._config,
+            self._started,
+            now,
         )
 
     def _send(self, peer: bytes, message: AnyMessage) -> None:

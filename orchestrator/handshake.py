@@ -11,7 +11,7 @@ from async_rl.wire import PROTOCOL, Attach, Hello
 from orchestrator.records import Opened
 from orchestrator.roster import Worker
 
-__all__ = ["Refusal", "refuse_attach", "refuse_hello", "refuse_trainer"]
+__all__ = ["Refusal", "in_quarantine", "refuse_attach", "refuse_hello", "refuse_trainer"]
 
 
 class Refusal(msgspec.Struct, frozen=True):
@@ -25,6 +25,18 @@ _SAME_VERSION = "run the same version of async-rl on both sides"
 _NEWER_TRAINER = "a newer trainer took over; stop this one"
 UNATTACHED = Refusal("unattached", "this orchestrator does not know you: attach first", retry=True)
 UNKNOWN_WORKER = Refusal("unknown", "this orchestrator does not know you: say Hello again", retry=True)
+
+
+def in_quarantine(worker: str, reason: str, left_s: float) -> Refusal:
+    """It may come again, and is told until then: a worker that ended would only be started anew by whatever runs it.
+    The reason stays the same from one Hello to the next, so that a worker's log has it once."""
+    return Refusal(
+        "quarantined",
+        f"worker {worker} is in quarantine: {reason}",
+        f"it may try again in {left_s:.0f} s; compare its release, weights, engine and environment with the other "
+        "workers'; the limits are in [orchestrator.verify]",
+        retry=True,
+    )
 
 
 def refuse_attach(

@@ -47,13 +47,17 @@ from orchestrator.branches import Branches
 from orchestrator.config import OrchestratorConfig
 from orchestrator.leases import Held, LeaseTable, name_of
 from orchestrator.pool import Failure, PromptPool
+from orchestrator.quarantine import Quarantine
 from orchestrator.records import (
     Arrived,
     Assigned,
+    Dropped,
     Leased,
     LeasedPrompt,
     Opened,
+    Quarantined,
     Record,
+    Released,
     Resumable,
     Returned,
     Settled,
@@ -89,6 +93,7 @@ class Stored(msgspec.Struct, frozen=True):
     versions: tuple[tuple[int, ...], ...]
     place: Place
     hash: bytes
+    worker: str = ""  # that delivered it
 
 
 class Formed(msgspec.Struct, frozen=True):
@@ -128,6 +133,7 @@ class GroupLedger:
         self.dropped: Counter[str] = Counter()
         self.dead_letters: deque[tuple[str, str]] = deque(maxlen=DEAD_LETTERS_KEPT)
         self.tree = Tree()
+        self.quarantine = Quarantine(config.verify.quarantine_s)
         self.versions: Versions | None = None
         self._config = config
         self._journal = journal
@@ -304,6 +310,27 @@ class GroupLedger:
             self._write(Returned(each.lease, counted=False, final=False))
         return held
 
+    # ---------------------------------------------------------------- workers whose numbers do not fit
+
+    def deliverer(self, key: Key) -> str:
+        """Who delivered a group that may still be asked for, by its lease and not by its own word; else ""."""
+        stored = self._stored.get(key.ordinal) if key.split == "train" else None
+        return stored.worker if stored is not None else ""
+
+    def put_in_quarantine(self, worker: str, reason: str, now: float) -> list[Failure]:
+        """What it holds goes back, what it has delivered and no step has is generated again. The leases it had."""
+        self._write(Quarantined(worker, reason), now)
+        self.drop_quarantined(now)
+        return self.worker_left(worker, "its worker is in quarantine", counted=False)
+
+    def drop_quarantined(self, now: float) -> None:
+        """Again after a trainer took the run: what steps it has not may be back in the buffer."""
+        for stored in [each for each in self._buffer.values() if each.worker in self.quarantine]:
+            self._write(Dropped(stored.key.ordinal, "quarantined"), now)
+
+    def release(self, worker: str) -> None:
+        self._write(Released(worker))
+
     # ---------------------------------------------------------------- groups
 
     def deliver(
@@ -324,7 +351,7 @@ class GroupLedger:
         if self._too_old(Stored(key, versions, Place(0, 0, 0), digest)):
             self._write(Settled(key.ordinal, "lag", hash=digest))
             return Delivery("lag", obsolete)
-        self._write(Arrived(lease, key.ordinal, versions, digest, msgspec.Raw(body)), now)
+        self._write(Arrived(lease, key.ordinal, versions, digest, msgspec.Raw(body), worker), now)
         return Delivery("stored", obsolete)
 
     def sweep(self, now: float) -> None:
@@ -413,6 +440,7 @@ class GroupLedger:
             dropped=dict(self.dropped),
             given_up=tuple(self._given_up),
             dead_letters=tuple(self.dead_letters),
+            quarantine=self.quarantine.kept(),
         )
 
     def _write(self, record: Record, now: float = 0.0) -> None:
@@ -437,11 +465,11 @@ class GroupLedger:
                 self._pool.end(lease, counted=counted, final=final)
                 if dropped:
                     self.dropped[dropped] += 1
-            case Arrived(lease, ordinal, versions, digest):
+            case Arrived(lease, ordinal, versions, digest, worker=worker):
                 key = Key("train", ordinal)
                 self._pool.discard(key)
                 self._unbuffer(key)
-                self._stored[ordinal] = self._buffer[key] = Stored(key, versions, place, digest)
+                self._stored[ordinal] = self._buffer[key] = Stored(key, versions, place, digest, worker)
                 self._buffered_bytes += place.size
                 self._note_full(now)
             case Settled():
@@ -456,6 +484,16 @@ class GroupLedger:
                     self._level_by = now + self._config.lease_s
                 self._full_since = None
                 self._note_full(now)
+            case Dropped(ordinal, reason):
+                self._unbuffer(Key("train", ordinal))
+                self._stored.pop(ordinal, None)
+                self._pool.add(Key("train", ordinal))
+                self.dropped[reason] += 1
+                self._note_full(now)
+            case Quarantined(worker, reason):
+                self.quarantine.add(worker, reason, now)
+            case Released(worker):
+                self.quarantine.release(worker)
             case Resumable(step):
                 self.resumable = step
                 self._branches.forget_before(step)
@@ -523,6 +561,7 @@ class GroupLedger:
         self.dropped.update(snapshot.dropped)
         self.dead_letters.extend(snapshot.dead_letters)
         self._given_up.extend(snapshot.given_up)
+        self.quarantine.restore(snapshot.quarantine, now)
         for prompt in snapshot.prompts:
             self._pool.restore(Key("train", prompt.ordinal), prompt, now)
 

@@ -8,6 +8,9 @@
     Arrived       a group: from its Ack on it can't be lost               durable
     Settled       a prompt that will not be trained, and why              durable
     Assigned      the groups of one step, before they leave               durable
+    Dropped       a group that is not wanted any more: its prompt waits again
+    Quarantined   a worker gets nothing until
+    Released      it may try again
     Resumable     what lies before this step can't be asked for again
     Snapshot      all of the state but the groups, at the head of each file
 
@@ -29,10 +32,14 @@ __all__ = [
     "DURABLE",
     "Arrived",
     "Assigned",
+    "Dropped",
+    "Kept",
     "Leased",
     "LeasedPrompt",
     "Opened",
+    "Quarantined",
     "Record",
+    "Released",
     "Resumable",
     "Returned",
     "Settled",
@@ -91,6 +98,7 @@ class Arrived(Struct, frozen=True, array_like=True, tag="arrived"):
     versions: tuple[tuple[int, ...], ...]  # [samples]: the policies that sampled each one
     hash: bytes  # of the group's encoding
     group: Raw  # a wire.Group
+    worker: str = ""  # that delivered it
 
 
 class _Scored(Struct, frozen=True, array_like=True):
@@ -125,6 +133,29 @@ class Assigned(Struct, frozen=True, array_like=True, tag="assigned"):
     replayed: bool = False
 
 
+class Dropped(Struct, frozen=True, array_like=True, tag="dropped"):
+    ordinal: int
+    reason: str  # quarantined
+
+
+class Quarantined(Struct, frozen=True, array_like=True, tag="quarantined"):
+    worker: str
+    reason: str
+
+
+class Released(Struct, frozen=True, array_like=True, tag="released"):
+    worker: str
+
+
+class Kept(Struct, frozen=True, array_like=True):
+    """What a Snapshot says about a worker that is, or was, in quarantine."""
+
+    worker: str
+    reason: str
+    times: int
+    now: bool
+
+
 class Resumable(Struct, frozen=True, array_like=True, tag="resumable"):
     step: int
 
@@ -155,12 +186,25 @@ class Snapshot(Struct, frozen=True, array_like=True, tag="snapshot"):
     dropped: dict[str, int]
     given_up: tuple[int, ...]
     dead_letters: tuple[tuple[str, str], ...]
+    quarantine: tuple[Kept, ...] = ()
 
 
 Record: TypeAlias = (
-    Opened | Took | Version | Leased | Returned | Arrived | Settled | Assigned | Resumable | Snapshot
+    Opened
+    | Took
+    | Version
+    | Leased
+    | Returned
+    | Arrived
+    | Settled
+    | Assigned
+    | Dropped
+    | Quarantined
+    | Released
+    | Resumable
+    | Snapshot
 )
-DURABLE = (Took, Arrived, Settled, Assigned)
+DURABLE = (Took, Arrived, Settled, Assigned, Dropped, Quarantined)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)

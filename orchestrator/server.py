@@ -14,16 +14,18 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from async_rl.envs.base import Environment, EnvironmentConfig
+from async_rl.envs.base import Environment, EnvironmentConfig, is_deterministic
 from async_rl.errors import StoreUnavailable
 from async_rl.log import get_logger
 from async_rl.transport.allowed import Allowed, Keyring
 from async_rl.transport.base import Listener, Received, from_here
 from async_rl.transport.zmq import ZmqListener
 from orchestrator.config import EvalConfig, OrchestratorConfig, SamplingConfig, check_bind
-from orchestrator.control import Control
+from orchestrator.control import Control, Outgoing
 from orchestrator.prompts import check_prompts
+from orchestrator.rescoring import Rescorer
 from orchestrator.spool import Journal, Spool
+from orchestrator.texts import token_reader
 
 __all__ = ["run_orchestrator", "serve"]
 
@@ -45,6 +47,7 @@ async def serve(
     journal: Journal,
     *,
     full_wait_s: float = 600.0,
+    rescorer: Rescorer | None = None,
     clock: Callable[[], float] = time.monotonic,
     stop: asyncio.Event,
 ) -> None:
@@ -71,6 +74,8 @@ async def serve(
             if (now := clock()) - ticked >= TICK_S:
                 outgoing += control.tick(now)
                 ticked = now
+            if rescorer is not None:
+                outgoing += _rescore(control, rescorer, clock())
             await _commit(journal, full_wait_s)
             if (now := clock()) >= rotate_after:
                 rotate_after = now + (0.0 if _rotate(control) else ROTATE_PAUSE_S)
@@ -90,6 +95,12 @@ def _with_more(first: tuple[bytes, Received], listener: Listener) -> Iterator[tu
             return
         yield arrived
         arrived = listener.recv_now()
+
+
+def _rescore(control: Control, rescorer: Rescorer, now: float) -> Outgoing:
+    for rescoring in control.take_rescorings():
+        rescorer.add(rescoring)
+    return [message for outcome in rescorer.turn(now) for message in control.rescored(outcome, now)]
 
 
 async def _commit(journal: Journal, full_wait_s: float) -> None:
@@ -131,12 +142,17 @@ def run_orchestrator(
     spool: Path,
     address_file: Path | None = None,
     trainer_key: str = "",
+    judge: Environment | None = None,
+    model: Path | None = None,
 ) -> None:
     """Serve one run until it is finished, or until SIGTERM or SIGINT. Blocking: the entry of the process.
 
     `address_file`: where to write the address for this machine's processes, for a parent that asked for
     port 0. `trainer_key`: the public key of the trainer that starts us, allowed beside those in
-    orchestrator.keys. Raises ConfigError where the address is taken, can't be bound, or could be reached from
+    orchestrator.keys. `judge`: the same environment once more, for itself, to score a sample of groups again; None:
+    nothing is. `model`: a folder with its tokenizer.json, to read their tokens with.
+
+    Raises ConfigError where the address is taken, can't be bound, or could be reached from
     other machines without leave, the keys or the spool can't be used, or the prompts can't be read;
     EnvironmentFailed where the environment has no prompt.
     """
@@ -147,6 +163,10 @@ def run_orchestrator(
     async def main() -> None:
         listener = ZmqListener(config.bind, keyring=keyring)
         journal: Spool | None = None
+        rescorer: Rescorer | None = None
+        if judge is not None and is_deterministic(judge) and config.verify.rescore_share:
+            fits = token_reader(model) if model is not None else None
+            rescorer = Rescorer(judge, timeout_s=config.verify.rescore_timeout_s, fits=fits)
         try:
             journal = Spool(spool, fsync=config.fsync)
             now = time.monotonic()
@@ -162,6 +182,7 @@ def run_orchestrator(
                 lease_ids=itertools.count(secrets.randbits(46) << 16),
                 now=now,
                 journal=journal,
+                rescoring_salt=secrets.token_hex(16) if rescorer is not None else None,
             )
             records = control.restore(journal.replay(), now)
             log.info("spool opened", folder=str(spool), records=records, damaged=journal.damaged)
@@ -171,10 +192,19 @@ def run_orchestrator(
             log.info("orchestrator listening", address=listener.address, keys=config.keys or "none")
             if address_file is not None:
                 _write_whole(address_file, from_here(listener.address))
-            await serve(listener, control, journal, full_wait_s=config.spool_full_wait_s, stop=stop)
+            await serve(
+                listener,
+                control,
+                journal,
+                full_wait_s=config.spool_full_wait_s,
+                rescorer=rescorer,
+                stop=stop,
+            )
             log.info("run finished" if control.finished else "orchestrator stopped")
         finally:
             await listener.close()
+            if rescorer is not None:
+                rescorer.close()
             if journal is not None:
                 journal.close()
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from async_rl.wire import Status, WorkerStatus
+from async_rl.wire import Standing, Status, WorkerStatus
+from orchestrator.conduct import Conduct
 from orchestrator.config import OrchestratorConfig
 from orchestrator.ledger import GroupLedger
 from orchestrator.roster import Roster, Worker
@@ -20,6 +21,7 @@ def status_of(
     ledger: GroupLedger,
     tally: Tally,
     roster: Roster,
+    conduct: Conduct,
     config: OrchestratorConfig,
     started: float,
     now: float,
@@ -55,7 +57,23 @@ def status_of(
         uptime_s=now - started,
         dead_letters=tuple(ledger.dead_letters)[-DEAD_LETTERS_SHOWN:],
         refused=dict(tally.refused),
+        standings=_standings(ledger, roster, conduct, now),
     )
+
+
+def _standings(ledger: GroupLedger, roster: Roster, conduct: Conduct, now: float) -> tuple[Standing, ...]:
+    """Who is in quarantine, whether it is here or not, and what is known about those that are here."""
+    quarantine = ledger.quarantine
+    kept = [
+        Standing(name, "quarantined", quarantine.reason(name), 0, quarantine.left_s(name, now))
+        for name in quarantine
+    ]
+    others = [
+        Standing(worker.name, *conduct.standing(worker.name))
+        for worker in roster
+        if worker.name not in quarantine
+    ]
+    return tuple(kept + [each for each in others if each.state != "unjudged" or each.groups])
 
 
 def _worker_status(

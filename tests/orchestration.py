@@ -58,7 +58,17 @@ def train_key(ordinal):
 class Play:
     """A Control and a clock that a test moves. Outgoing messages are kept per peer until taken."""
 
-    def __init__(self, *, environment=None, evaluation=None, group_size=2, seed=7, journal=None, **config):
+    def __init__(
+        self,
+        *,
+        environment=None,
+        evaluation=None,
+        group_size=2,
+        seed=7,
+        journal=None,
+        rescoring_salt=None,
+        **config,
+    ):
         defaults = {
             "batch_groups": 2,
             "max_lag": 1,
@@ -80,6 +90,7 @@ class Play:
             lease_ids=itertools.count(100),
             now=self.now,
             journal=self.journal,
+            rescoring_salt=rescoring_salt,
         )
 
     # ---- in

@@ -38,6 +38,7 @@ from async_rl.transport.link import TrainerLink
 from async_rl.weights.lineage import read_manifest
 from async_rl.weights.ranks import Report
 from async_rl.wire import MAX_BATCH_BYTES, Batch, Group, Sample, decode, encode
+from workers.checks import Slot, checked, slots_of
 from workers.process_group import RankGroup
 
 __all__ = ["BatchFeed", "Lineage", "Prepared", "prepare"]
@@ -146,6 +147,11 @@ class BatchFeed:
         """The oldest step that a later trainer may resume from; the orchestrator keeps what it would need."""
         self._resumable = step
 
+    def checked(self, step: int, slots: list[Slot], measured: tuple[tuple[float, ...], ...]) -> None:
+        """Rank 0 tells how well the behaviour logprobs of step `step` fit. Never waits."""
+        if self._link is not None and slots:
+            self._link.checked(checked(self._incarnation, step, slots, measured))
+
     def next(self, step: int) -> Batch | None:
         """The batch for step `step`; None when any rank was asked to stop. Raises WaitTimeout after the
         limit, and whatever rank 0 met, on every rank."""
@@ -232,6 +238,7 @@ class Prepared:
     rewards: list[float] = field(default_factory=list)  # [samples]
     lags: list[int] = field(default_factory=list)  # [samples], optimizer steps
     groups: int = 0
+    slots: list[Slot] = field(default_factory=list)  # what each part of the batch is measured as
     cut_off: int = 0  # samples that ended at max_tokens
     dropped: dict[str, int] = field(default_factory=dict)  # groups, by reason
 
@@ -246,7 +253,9 @@ def prepare(batch: Batch, lineage: Lineage, *, step: int, max_lag: int, vocab_si
     prepared = Prepared()
     for group in batch.groups:
         try:
-            samples, lags = _prepare_group(group, lineage, step, vocab_size, batch.replayed)
+            samples, lags, slots = _prepare_group(
+                group, lineage, step, vocab_size, batch.replayed, len(prepared.slots)
+            )
             # What an earlier life of ours has trained in this step was admitted then.
             reason = "trainer_lag" if max(lags) > max_lag and not batch.replayed else ""
             detail = f"lag {max(lags)} over the limit of {max_lag}"
@@ -263,14 +272,15 @@ def prepare(batch: Batch, lineage: Lineage, *, step: int, max_lag: int, vocab_si
         prepared.groups += 1
         prepared.samples += samples
         prepared.lags += lags
+        prepared.slots += slots
         prepared.rewards += [sample.reward for sample in group.samples]
         prepared.cut_off += sum(sample.finish == "length" for sample in group.samples)
     return prepared
 
 
 def _prepare_group(
-    group: Group, lineage: Lineage, step: int, vocab_size: int, replayed: bool
-) -> tuple[list[TrainSample], list[int]]:
+    group: Group, lineage: Lineage, step: int, vocab_size: int, replayed: bool, first_slot: int
+) -> tuple[list[TrainSample], list[int], list[Slot]]:
     """A step that is repeated has the lags that it had: the policies of the branch before come again, one by
     one, so each is as far away as it was then.
 
@@ -278,24 +288,27 @@ def _prepare_group(
     advantages = group_advantages([sample.reward for sample in group.samples])
     prompt_P = group.prompt.numpy()
     samples, lags = [], []
+    slots: dict[Slot, int] = {}
     for sample, advantage in zip(group.samples, advantages.tolist(), strict=True):
         spans = _spans(sample)
         if replayed:
             by_span = [(step - lineage.nodes[version].step, tokens) for version, tokens in spans]
         else:
             by_span = span_lags(spans, lineage.nodes, lineage.now, step)
+        lags_C = _token_lags(by_span)
         train = TrainSample(
             prompt_P=prompt_P,
             tokens_C=sample.tokens.numpy(),
             logprobs_C=sample.logprobs.numpy(),
             mask_C=sample.mask.numpy(),
-            lags_C=_token_lags(by_span),
+            lags_C=lags_C,
             advantage=advantage,
+            slots_C=slots_of(group.key, lags_C, spans, slots, first_slot),
         )
         _check_values(train, vocab_size)
         samples.append(train)
         lags.append(sample_lag(by_span))
-    return samples, lags
+    return samples, lags, list(slots)
 
 
 def _token_lags(by_span: list[tuple[int, int]]) -> np.ndarray[Any, Any]:

@@ -20,10 +20,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -31,6 +32,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from async_rl.algo.losses import LossConfig, TokenSums, policy_loss
+from async_rl.algo.mismatch import token_measures, totals_by_slot
 from async_rl.algo.packing import MicroBatch
 from workers.pretrained import load_causal_lm
 from workers.process_group import RankGroup
@@ -57,6 +59,9 @@ class StepStats:
     masked_positive: float  # of the tokens with a positive advantage, the part outside the trust region
     masked_negative: float
     entropy: float  # of the policy, nats per token
+    measured: tuple[
+        tuple[float, ...], ...
+    ] = ()  # of each slot: tokens, sums of kl, ratio, surprise (algo/mismatch.py)
 
     @property
     def finite(self) -> bool:
@@ -130,31 +135,37 @@ class Learner:
 
     # ------------------------------------------------------------ one step
 
-    def forward_backward(self, micro_batches: Sequence[MicroBatch], loss_tokens: int) -> StepStats:
+    def forward_backward(
+        self, micro_batches: Sequence[MicroBatch], loss_tokens: int, slots: int = 0
+    ) -> StepStats:
         """Gradients and statistics of one batch. Collective: this rank's micro-batches, as many as on every
         rank.
 
-        `loss_tokens` of the whole batch, all ranks. Gradients of an earlier batch are forgotten.
+        `loss_tokens` and `slots` of the whole batch, all ranks. Gradients of an earlier batch are forgotten.
         """
         self._model.zero_grad(set_to_none=True)
         sums = torch.zeros(len(TokenSums._fields) + 1, dtype=torch.float64)
         greatest = torch.zeros(1, dtype=torch.float64)
+        measured = np.zeros((slots, 4))
         for row in micro_batches:
-            loss, token_sums, ratio_max, entropy = self._loss_of(row)
+            loss, token_sums, ratio_max, entropy, measures = self._loss_of(row, slots)
             (loss / max(loss_tokens, 1)).backward()  # type: ignore[no-untyped-call]
             sums += torch.stack([value.double() for value in (*token_sums, entropy)]).cpu()
             greatest = torch.maximum(greatest, ratio_max.double().cpu())
+            measured += measures
         squares = sum(
             (_local(g).double().square().sum() for g in self._gradients()),
             torch.zeros((), dtype=torch.float64),
         )
-        sums = torch.cat([sums, squares.cpu().reshape(1)])
+        sums = torch.cat([sums, squares.cpu().reshape(1), torch.from_numpy(measured).reshape(-1)])
         self._group.sum(sums)
         self._group.max(greatest)
-        *token_values, entropy_sum, square_sum = sums.tolist()
-        return _stats(
+        *token_values, entropy_sum, square_sum = sums[: len(TokenSums._fields) + 2].tolist()
+        stats = _stats(
             TokenSums(*token_values), entropy_sum, math.sqrt(square_sum), float(greatest), loss_tokens
         )
+        by_slot = sums[len(TokenSums._fields) + 2 :].reshape(slots, 4).tolist()
+        return replace(stats, measured=tuple(map(tuple, by_slot)))
 
     def logprobs(self, row: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
         """log pi of the targets at the loss tokens, float32 [K]; entropy there [K]; the indices of these
@@ -179,7 +190,7 @@ class Learner:
             entropy_K = -(logprobs_KV.exp() * logprobs_KV).nan_to_num().sum(-1)
         return logprobs_KV.gather(-1, targets_K[:, None]).squeeze(-1), entropy_K, kept_K
 
-    def _loss_of(self, row: MicroBatch) -> tuple[Tensor, TokenSums, Tensor, Tensor]:
+    def _loss_of(self, row: MicroBatch, slots: int) -> tuple[Tensor, TokenSums, Tensor, Tensor, Any]:
         logprobs_K, entropy_K, kept_K = self.logprobs(row)
         mask_K = self._to_device(row.loss_mask_T)[kept_K]
         loss, sums, ratio_max = policy_loss(
@@ -190,7 +201,14 @@ class Learner:
             self._to_device(row.lags_T)[kept_K] == 0,
             self._loss,
         )
-        return loss, sums, ratio_max, entropy_K.where(mask_K, 0.0).sum()
+        measures = np.zeros((slots, 4))
+        if slots:
+            kept = kept_K.cpu().numpy()
+            each = token_measures(
+                logprobs_K.detach().cpu().numpy(), row.behaviour_T[kept], entropy_K.cpu().numpy()
+            )
+            measures = totals_by_slot(np.where(row.loss_mask_T, row.slots_T, -1)[kept], each, slots)
+        return loss, sums, ratio_max, entropy_K.where(mask_K, 0.0).sum(), measures
 
     def optimizer_step(self, stats: StepStats) -> bool:
         """Clip and update, at the next learning rate of the warm-up. False, with weights and optimizer

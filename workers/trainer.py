@@ -191,7 +191,8 @@ def _train(
         )
         micro_batches = pack(trained.samples, trainer.microbatch_tokens, group.size)[group.rank]
 
-        stats = learner.forward_backward(micro_batches, trained.loss_tokens)
+        stats = learner.forward_backward(micro_batches, trained.loss_tokens, len(trained.slots))
+        feed.checked(step, trained.slots, stats.measured)
         clock.lap("forward_backward")
         learning_rate = learner.learning_rate
         applied = learner.optimizer_step(stats)

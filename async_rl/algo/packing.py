@@ -42,6 +42,9 @@ class TrainSample:
     mask_C: np.ndarray[Any, Any]  # nonzero: a loss token
     lags_C: np.ndarray[Any, Any]  # optimizer steps back to the oldest policy with a part in the token
     advantage: float
+    slots_C: np.ndarray[Any, Any] | None = (
+        None  # where each token is measured (algo/mismatch.py); None: nowhere
+    )
 
     @property
     def inputs(self) -> int:
@@ -71,6 +74,7 @@ class MicroBatch:
     behaviour_T: Floats  # log mu of the target, 0 where the mask is false
     advantages_T: Floats
     lags_T: Ints
+    slots_T: Ints  # -1: not measured
     samples: int
 
     @property
@@ -157,6 +161,7 @@ def _lay(samples: Sequence[TrainSample]) -> MicroBatch:
         behaviour_T=np.concatenate([_after_prompt(s, s.logprobs_C) for s in samples]).astype(np.float32),
         advantages_T=np.concatenate([np.full(s.inputs, s.advantage, np.float32) for s in samples]),
         lags_T=np.concatenate([_after_prompt(s, s.lags_C) for s in samples]).astype(np.int64),
+        slots_T=np.concatenate([_slots(s) for s in samples]).astype(np.int64),
         samples=len(samples),
     )
 
@@ -171,9 +176,15 @@ def _after_prompt(sample: TrainSample, values_C: np.ndarray[Any, Any]) -> np.nda
     return np.concatenate([np.zeros(len(sample.prompt_P) - 1, dtype=values_C.dtype), values_C])
 
 
+def _slots(sample: TrainSample) -> np.ndarray[Any, Any]:
+    if sample.slots_C is None:
+        return np.full(sample.inputs, -1)
+    return np.concatenate([np.full(len(sample.prompt_P) - 1, -1), sample.slots_C])
+
+
 def _filler() -> MicroBatch:
     """One token without loss: a rank with nothing to do must still take part in the collectives of a
     pass."""
     zero = np.zeros(1, dtype=np.int64)
     none = np.zeros(1, dtype=np.float32)
-    return MicroBatch(zero, zero, zero, np.zeros(1, dtype=np.bool_), none, none, zero, samples=0)
+    return MicroBatch(zero, zero, zero, np.zeros(1, dtype=np.bool_), none, none, zero, zero - 1, samples=0)

@@ -63,6 +63,7 @@ def as_dict(status: Status) -> dict[str, object]:
     """With names: on the wire the fields travel as arrays."""
     fields = msgspec.structs.asdict(status)
     fields["workers"] = [msgspec.structs.asdict(worker) for worker in status.workers]
+    fields["standings"] = [msgspec.structs.asdict(standing) for standing in status.standings]
     fields["evals"] = [msgspec.structs.asdict(score) for score in status.evals]
     return fields
 
@@ -110,6 +111,11 @@ def _summary(status: Status) -> Table:
         table.add_row("refused", _counts(status.refused))
     reward = "-" if status.reward != status.reward else f"{status.reward:.3f}"
     table.add_row("reward", f"last batch {reward}" + "".join(_scores(status)))
+    for standing in status.standings:
+        if standing.state in ("suspect", "quarantined"):
+            style = "red" if standing.state == "quarantined" else "yellow"
+            left = f" ({_duration(standing.left_s)} more)" if standing.state == "quarantined" else ""
+            table.add_row(standing.state, Text(f"{standing.worker}{left}: {standing.reason}", style=style))
     for key, reason in status.dead_letters[-3:]:
         table.add_row(
             "given up", Text(f"{key}: {reason}", style="yellow", overflow="ellipsis", no_wrap=True)

@@ -44,6 +44,8 @@ def command(
         spool=spool_folder(config.orchestrator.spool, config.trainer.out, config.run.store),
         address_file=address_file,
         trainer_key=trainer_key,
+        judge=make_environment(config.environment),
+        model=Path(config.model.path),
     )
 
 

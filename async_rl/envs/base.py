@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from async_rl.wire import Prompt
 
-__all__ = ["Environment", "EnvironmentConfig", "Split"]
+__all__ = ["Environment", "EnvironmentConfig", "Split", "is_deterministic"]
 
 Split = Literal["train", "eval"]
 
@@ -37,5 +37,14 @@ class Environment(Protocol):
         ...
 
     async def reward(self, prompt: Prompt, completion: str) -> float:
-        """The reward of one completion (text, end token removed). May raise: the lease then counts as failed."""
+        """The reward of one completion (text, end token removed). May raise: the lease then counts as failed.
+
+        The orchestrator scores a sample of the groups again, and a worker whose rewards differ goes into quarantine.
+        An environment whose rewards are not a function of prompt and completion (a judge that samples, a clock) says
+        so with an attribute `deterministic = False`; then nothing is scored again."""
         ...
+
+
+def is_deterministic(environment: Environment) -> bool:
+    """Whether the same completion always has the same reward, as an environment says; one that says nothing has."""
+    return bool(getattr(environment, "deterministic", True))

@@ -45,6 +45,9 @@ class JsonlArgs(Struct, frozen=True, forbid_unknown_fields=True):
     """`module:function`, called as function(prompt: async_rl.wire.Prompt, completion: str) -> float; may be
     async. A plain function runs in a thread of its own, so a slow one does not hold up generation, and one that
     hangs no other."""
+    deterministic: bool = True
+    """False where the function may give the same completion another reward (it samples, it asks a service): then
+    the orchestrator does not score groups again."""
     reward_min: float = 0.0
     reward_max: float = 1.0
     eval_fraction: Annotated[float, Meta(ge=0, lt=1)] = 0.1
@@ -69,6 +72,7 @@ class Jsonl:
     def __init__(self, args: JsonlArgs) -> None:
         self.args = args
         self.reward_range = (args.reward_min, args.reward_max)
+        self.deterministic = args.deterministic
         self._function = load_function(args.reward, what="environment.args.reward")
         self._splits: dict[Split, list[Prompt]] | None = None  # read at the first prompt
 

@@ -37,6 +37,7 @@ from async_rl.wire import (
     Attach,
     Attached,
     Batch,
+    Checked,
     Finish,
     Finished,
     NextBatch,
@@ -196,6 +197,11 @@ class TrainerLink:
             finally:
                 self._lock.release()
 
+    def checked(self, checked: Checked) -> None:
+        """Tell what the forward pass of a step has shown about its groups. Never waits, and is not repeated."""
+        with self._lock:
+            self._line.send(checked)
+
     def finish(self, incarnation: int, step: int, evaluate: bool, timeout_s: float) -> Finished:
         """No more steps: waits for the last held-out evaluation. Raises errors.Refused and WaitTimeout."""
         with self._lock:
@@ -329,6 +335,9 @@ def _describe(status: Status) -> str:
     for name, counts in (("dropped", status.dropped), ("refused", status.refused)):
         if counts:
             parts.append(f"{name}: " + ", ".join(f"{reason} {n}" for reason, n in sorted(counts.items())))
+    for standing in status.standings:
+        if standing.state == "quarantined":
+            parts.append(f"in quarantine: {standing.worker}: {standing.reason}")
     if status.dead_letters:
         key, reason = status.dead_letters[-1]
         parts.append(f"last given up: {key}: {reason}")

@@ -26,6 +26,7 @@ from async_rl import wire
 from async_rl.errors import Malformed
 from async_rl.wire import Array, Group, Key, LeaseProgress, Sample
 from orchestrator.acceptance import Fault, Requirements, explain
+from orchestrator.config import VerifyConfig
 from orchestrator.ledger import hash_of
 from orchestrator.records import decode_record, encode_group, encode_record
 from tests.orchestration import TRAINER, VOCAB, Play, group, hello
@@ -72,6 +73,7 @@ def seeds() -> list[bytes]:
         wire.NextBatch(1, 0),
         wire.Batch(1, 0, (made,), ((0, 0),), 3, {"lag": 1}, (wire.EvalScore(0, 0, 0.5, 3),), 0.1, (2,)),
         wire.Published(1, 1, 1, 0, "d"),
+        wire.Checked(1, 0, (wire.Measured(key, 0, True, 4, 0.1, 0.1, 0.1),)),
         wire.Finish(1, 5),
         wire.Finished(()),
         wire.StatusRequest(),
@@ -158,7 +160,8 @@ class Fuzz:
 
     def _begin(self) -> None:
         """An orchestrator with everything that a message can touch."""
-        self.play = Play(batch_groups=3, max_lag=1)
+        # A worker that sends so much nonsense would be quarantined, and nothing it says looked at any more.
+        self.play = Play(batch_groups=3, max_lag=1, verify=VerifyConfig(quarantine=False))
         self.play.attach()
         self.play.join(capacity=6)
         self.play.mail.clear()

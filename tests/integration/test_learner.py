@@ -194,11 +194,40 @@ def test_a_learner_of_two_ranks_is_the_learner_of_one(model: Path, group: RankGr
     assert found["grad_norm"].item() == pytest.approx(stats.grad_norm, rel=1e-5)
     assert found["fresh_kl_k3"].item() == pytest.approx(stats.fresh_kl_k3, rel=1e-4)
     assert found["ratio_max"].item() == pytest.approx(stats.ratio_max, rel=1e-5)
+    measured = found["measured"][0]
+    assert measured[0] == stats.tokens
+    assert float(measured[1]) / stats.tokens == pytest.approx(stats.kl_k3, rel=0.2), "but for the clamp"
     assert one.optimizer_step(stats)
     for name, parameter in one.parameters().items():
         # Adam divides by the gradient's own size: where that is rounding, so is the update.
         difference = (found[f"param/{name}"] - parameter.full_tensor()).abs()
         assert (difference > 2e-3).float().mean() < 0.01, name
+
+
+@pytest.mark.parametrize("limit", [8, 1000])
+def test_each_slot_measures_its_own_tokens_however_they_are_packed(
+    model: Path, group: RankGroup, limit: int
+):
+    samples = make_samples(9)
+    slotted = [
+        dataclasses.replace(s, slots_C=np.full(len(s.tokens_C), i % 3)) for i, s in enumerate(samples)
+    ]
+    learner = make_learner(model, group, temperature=0.7)
+    stats = learner.forward_backward(*share(slotted, limit, group), 4)
+    plain = rounded_model(model)
+    wanted = np.zeros((4, 4))
+    for index, sample in enumerate(samples):
+        with torch.no_grad():
+            ours = alone(plain, sample, 0.7).numpy()
+        for log_pi, log_mu, kept in zip(ours, sample.logprobs_C, sample.mask_C, strict=True):
+            if kept:
+                d = np.clip(log_pi - log_mu, -2, 2)
+                wanted[index % 3][:3] += (1, np.expm1(d) - d, np.expm1(d))
+    found = np.array(stats.measured)
+    assert np.allclose(found[:, :3], wanted[:, :3], rtol=1e-4, atol=1e-4)
+    assert (found[3] == 0).all() and np.abs(found[:3, 3]).min() > 0
+    unmeasured = learner.forward_backward(*share(samples, limit, group))
+    assert unmeasured == dataclasses.replace(stats, measured=()), "measuring changes nothing"
 
 
 def _two_ranks(group: RankGroup, model: Path, folder: Path) -> None:
@@ -213,6 +242,10 @@ def _two_ranks(group: RankGroup, model: Path, folder: Path) -> None:
     result = {f"grad/{name}": gradient for name, gradient in gradients(learner).items()}
     for name in ("loss", "grad_norm", "fresh_kl_k3", "ratio_max"):
         result[name] = torch.tensor(getattr(stats, name))
+    slotted = [
+        dataclasses.replace(s, slots_C=np.full(len(s.tokens_C), 0)) for s in make_samples(12, seed=2)
+    ]
+    result["measured"] = torch.tensor(learner.forward_backward(*share(slotted, 64, group), 1).measured)
     assert learner.optimizer_step(stats)
     result |= {f"param/{name}": p.full_tensor().detach() for name, p in learner.parameters().items()}
     # One rank without any sample of its own still takes part.

@@ -38,3 +38,4 @@ def test_trainer_and_vllm_agree_on_every_step_of_a_synchronous_run(
             assert row["mismatch_lag0/abs_logprob"] < 0.02, row
             assert row["mismatch_lag0/kl_k3"] < 0.01, row
             assert row["mismatch/abs_logprob"] == pytest.approx(row["mismatch_lag0/abs_logprob"])
+        assert "quarantined" not in run.log("trainer"), "an honest engine is left alone"

@@ -185,6 +185,7 @@ TRAINERS = [
     wire.Attach(wire.PROTOCOL, "run", "model", 1, 0, 0, 0, 10),
     wire.NextBatch(1, 0),
     wire.Published(1, 1, 1),
+    wire.Checked(1, 1, ()),
     wire.Finish(1, 1),
 ]
 

@@ -155,6 +155,14 @@ class LedgerMachine(RuleBasedStateMachine):
         self.note(self.ledger.worker_left(worker, "gone", counted=killed))
 
     @rule(worker=st.sampled_from(WORKERS))
+    def a_worker_is_quarantined_and_released(self, worker):
+        lost = {stored.key for stored in self.ledger._buffer.values() if stored.worker == worker}
+        self.note(self.ledger.put_in_quarantine(worker, "it lied", self.now))
+        assert not self.ledger.pool.count(worker)
+        self.delivered = {key: outcome for key, outcome in self.delivered.items() if key not in lost}
+        self.ledger.release(worker)
+
+    @rule(worker=st.sampled_from(WORKERS))
     def a_worker_updates_to_the_newest_version(self, worker):
         self.served[worker] = self.versions.newest
 

@@ -13,10 +13,11 @@ from async_rl import wire
 from async_rl.errors import StoreUnavailable
 from async_rl.transport.memory import MemoryNetwork
 from orchestrator import server
-from orchestrator.config import EvalConfig
+from orchestrator.config import EvalConfig, VerifyConfig
+from orchestrator.rescoring import Rescorer
 from orchestrator.server import serve
 from orchestrator.spool import MemoryJournal
-from tests.orchestration import TRAINER, VOCAB, Play, group, hello
+from tests.orchestration import TRAINER, VOCAB, Counting, Play, group, hello
 
 LIMIT_S = 10.0
 STEPS = 4
@@ -160,3 +161,31 @@ async def test_garbage_from_one_peer_does_not_end_the_loop():
     stop.set()
     with contextlib.suppress(asyncio.CancelledError):
         await asyncio.wait_for(serving, LIMIT_S)
+
+
+async def test_a_worker_that_makes_up_rewards_is_found_while_groups_are_acknowledged_at_once():
+    """Every group is scored again, by an environment that knows the prompt; the text answers none of them."""
+    network = MemoryNetwork()
+    listener = network.bind()
+    verify = VerifyConfig(rescore_share=1.0, rescore_wrong=2)
+    play = Play(verify=verify, max_lag=3, rescoring_salt="salt")
+    play.attach()
+    stop = asyncio.Event()
+    rescorer = Rescorer(Counting(), timeout_s=5.0)
+    serving = asyncio.ensure_future(
+        serve(listener, play.control, play.journal, rescorer=rescorer, clock=lambda: play.now, stop=stop)
+    )
+    dialer = network.dial(listener.address, "w1")
+    await dialer.send(hello("w1"))
+    assert isinstance(await dialer.recv(), wire.Welcome)
+    await dialer.send(wire.Credit(1, 0))
+    acknowledged = 0
+    while not isinstance(message := await asyncio.wait_for(dialer.recv(), LIMIT_S), wire.Refused):
+        acknowledged += isinstance(message, wire.Ack)
+        if isinstance(message, wire.Lease):
+            await dialer.send(wire.GroupDone(message.lease, group(message.key)))
+    assert "wrong rewards" in message.reason and "when scored again" in message.reason
+    assert acknowledged >= 2
+    stop.set()
+    await asyncio.wait_for(serving, LIMIT_S)
+    rescorer.close()
