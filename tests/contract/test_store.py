@@ -16,6 +16,7 @@ from tests.servers import S3Server
 
 CONFIG = StoreConfig(part_bytes=5 << 20, retry_limit_s=30)
 LIMIT_S = 60.0
+SERVERS = {"moto": "moto_s3", "seaweedfs": "seaweed", "juicefs": "juicefs"}
 # Names on both sides of '/' in byte order, which a server that walks a tree lists differently.
 AWKWARD = [
     *("a", "c!", "c-d", "c.x", "c/3-6.json", "c/3-6/q", "c/3-7-a", "c/3-7.json", "c/3-7/x", "c/3-7/y/z"),
@@ -23,14 +24,14 @@ AWKWARD = [
 ]
 
 
-@pytest.fixture(params=["file", "moto", "seaweedfs"])
+@pytest.fixture(params=["file", "moto", "seaweedfs", "juicefs"])
 def store(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[ObjectStore]:
     if request.param == "file":
         url = (tmp_path / "a run" / "100%").as_uri()
     else:
-        server: S3Server = request.getfixturevalue("moto_s3" if request.param == "moto" else "seaweed")
+        server: S3Server = request.getfixturevalue(SERVERS[request.param])
         server.activate(monkeypatch)
         url = server.new_url()
     opened = open_store(url, CONFIG)
