@@ -101,8 +101,8 @@ def moto_s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 
 @pytest.fixture(scope="session")
 def juicefs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    """A store without conditional puts: JuiceFS' gateway is MinIO's of the time before it had them. Its objects lie in
-    files, their names in SQLite."""
+    """A store without conditional puts: JuiceFS' gateway is MinIO's of the time before it had them. Its objects lie
+    in files, their names in SQLite."""
     folder = tmp_path_factory.mktemp("juicefs")
     program = Path(sys.executable).with_name("juicefs")
     meta = f"sqlite3://{folder / 'meta.db'}"

@@ -50,6 +50,9 @@ class FileStore:
             upload.write(data)
             upload.commit()
 
+    def settled(self, key: str, data: bytes | memoryview) -> bool:
+        return True  # a hard link is created once or not at all
+
     def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
         with self._opened(key, start, length) as (file, wanted):
             file.seek(start)
