@@ -15,11 +15,12 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from async_rl.procs import Fleet
-from async_rl.store.local_server import LocalServer, free_ports, loopback_client, make_bucket
+from async_rl.store.local_server import LocalServer, free_ports, loopback_client, make_bucket, weed_command
 
 LIMIT_S = 60.0
 
@@ -74,16 +75,24 @@ class S3Server:
 
 @pytest.fixture(scope="session")
 def seaweed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    """SeaweedFS: checks signatures, enforces conditional puts."""
-    with LocalServer(
+    """SeaweedFS: checks signatures, enforces conditional puts, and the policies of users that its IAM API makes."""
+
+    def with_users(*args: Any) -> Any:
+        argv, env = weed_command(*args)
+        return [*argv, "-s3.iam.readOnly=false"], env
+
+    local = LocalServer(
         tmp_path_factory.mktemp("seaweed"), bucket="tests", kind="seaweedfs", limit_s=LIMIT_S, grace_s=0
-    ) as server:
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("async_rl.store.local_server.weed_command", with_users)
+        local.start()
+    try:
         yield S3Server(
-            server.endpoint,
-            server.env["AWS_ACCESS_KEY_ID"],
-            server.env["AWS_SECRET_ACCESS_KEY"],
-            server.bucket,
+            local.endpoint, local.env["AWS_ACCESS_KEY_ID"], local.env["AWS_SECRET_ACCESS_KEY"], local.bucket
         )
+    finally:
+        local.stop()
 
 
 @pytest.fixture(scope="session")

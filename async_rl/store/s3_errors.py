@@ -103,7 +103,16 @@ CREDENTIALS = (
     "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (and AWS_SESSION_TOKEN where they are temporary), "
     "or name an AWS profile"
 )
-PERMISSIONS = "s3:GetObject, s3:PutObject, s3:DeleteObject and s3:ListBucket"
+ACTIONS = {
+    "GetObject": "s3:GetObject",
+    "HeadObject": "s3:GetObject",
+    "DeleteObject": "s3:DeleteObject",
+    "ListObjectsV2": "s3:ListBucket",
+    "HeadBucket": "s3:ListBucket",
+    "CreateBucket": "s3:CreateBucket",
+    "AbortMultipartUpload": "s3:AbortMultipartUpload",
+}
+"""What a policy must allow for an operation; all others (PutObject, the parts of an upload): s3:PutObject."""
 
 
 def code_of(error: Exception) -> str:
@@ -159,11 +168,15 @@ def _answered(error: boto.ClientError, doing: str, place: Place) -> Fault:
         )
     if status in (401, 403):
         hint = (
-            f"{place.key_in_use}; it needs {PERMISSIONS} on {place.bucket!r} "
-            "(without s3:ListBucket a missing object reads as forbidden, too)"
+            f"{place.key_in_use}; here it needs {_action(error)} on {place.bucket!r}: docs/security.md has the "
+            "policies of trainer, worker and viewer (without s3:ListBucket a missing object reads as forbidden, too)"
         )
         return final(AccessDenied, f"access denied ({said})", hint)
     return final(StoreError, f"{said} (status {status})")
+
+
+def _action(error: boto.ClientError) -> str:
+    return ACTIONS.get(str(error.operation_name), "s3:PutObject")
 
 
 def bucket_missing(doing: str, place: Place) -> BucketMissing:
