@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import ssl
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -51,6 +52,8 @@ def make_client(bucket: str, config: StoreConfig) -> tuple[Any, Place]:
     addressing = ("path" if endpoint else "auto") if config.addressing == "auto" else config.addressing
     if addressing not in ("path", "virtual", "auto"):
         raise ConfigError(f"store.addressing is {config.addressing!r}", hint="path, virtual or auto")
+    if config.ca_bundle:
+        check_ca_bundle(config.ca_bundle)
     loopback = endpoint is not None and urlsplit(endpoint).hostname in ("127.0.0.1", "localhost", "::1")
     try:
         session = boto3.session.Session(profile_name=config.profile or None)
@@ -82,6 +85,17 @@ def make_client(bucket: str, config: StoreConfig) -> tuple[Any, Place]:
             hint="check [store] (endpoint_url is http://host:port, profile) and the AWS_* variables",
         ) from error
     return client, Place(bucket, client.meta.endpoint_url, region, access_key or "")
+
+
+def check_ca_bundle(path: str) -> None:
+    """Raises ConfigError for what holds no certificates: boto3 would find out at the first request."""
+    try:
+        ssl.create_default_context(cafile=path)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(
+            f"store.ca_bundle: can't read certificates from {path}: {error.strerror or error}",
+            hint="a PEM file with the certificate of the authority that signed the server's",
+        ) from error
 
 
 def _send_small_bodies_at_once(params: dict[str, Any], **_: Any) -> None:
