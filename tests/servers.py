@@ -4,20 +4,23 @@ def test_…(seaweed):   seaweed.endpoint, seaweed.env, seaweed.new_bucket(), se
 def test_…(s3_url):    a fresh s3:// prefix on SeaweedFS; the environment is set so that open_store
                        works on it here and in child processes
 def test_…(moto_s3):   the same object as `seaweed`, over moto (which checks no signatures)
+def test_…(juicefs):   likewise, over JuiceFS' gateway: an old MinIO, which ignores If-None-Match
 """
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from async_rl.procs import Fleet
-from async_rl.store.local_server import LocalServer, free_ports, loopback_client, make_bucket
+from async_rl.store.local_server import LocalServer, free_ports, loopback_client, make_bucket, weed_command
 
 LIMIT_S = 60.0
 
@@ -72,16 +75,24 @@ class S3Server:
 
 @pytest.fixture(scope="session")
 def seaweed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    """SeaweedFS: checks signatures, enforces conditional puts."""
-    with LocalServer(
+    """SeaweedFS: checks signatures, enforces conditional puts, and the policies of users that its IAM API makes."""
+
+    def with_users(*args: Any) -> Any:
+        argv, env = weed_command(*args)
+        return [*argv, "-s3.iam.readOnly=false"], env
+
+    local = LocalServer(
         tmp_path_factory.mktemp("seaweed"), bucket="tests", kind="seaweedfs", limit_s=LIMIT_S, grace_s=0
-    ) as server:
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("async_rl.store.local_server.weed_command", with_users)
+        local.start()
+    try:
         yield S3Server(
-            server.endpoint,
-            server.env["AWS_ACCESS_KEY_ID"],
-            server.env["AWS_SECRET_ACCESS_KEY"],
-            server.bucket,
+            local.endpoint, local.env["AWS_ACCESS_KEY_ID"], local.env["AWS_SECRET_ACCESS_KEY"], local.bucket
         )
+    finally:
+        local.stop()
 
 
 @pytest.fixture(scope="session")
@@ -93,6 +104,34 @@ def moto_s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
         argv = [sys.executable, "-m", "moto.server", "--host", "127.0.0.1", "--port", str(port)]
         fleet.start("moto", argv, log_path=log_path)
         server = S3Server(f"http://127.0.0.1:{port}", "testing", "testing", "tests")
+        server.wait_until_ready(fleet)
+        yield server
+
+
+@pytest.fixture(scope="session")
+def juicefs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """A store without conditional puts: JuiceFS' gateway is MinIO's of the time before it had them. Its objects lie
+    in files, their names in SQLite."""
+    folder = tmp_path_factory.mktemp("juicefs")
+    program = Path(sys.executable).with_name("juicefs")
+    meta = f"sqlite3://{folder / 'meta.db'}"
+    key_id, secret = "async-rl", uuid.uuid4().hex
+    disk = ["--storage", "file", "--bucket", f"{folder}/data/", "--trash-days", "0"]
+    subprocess.run(
+        [program, "format", *disk, meta, "tests"], check=True, capture_output=True, timeout=LIMIT_S
+    )
+    port, metrics, *_ = free_ports(4)
+    address = f"127.0.0.1:{port}"
+    flags = ["--multi-buckets", "--no-banner", "--no-usage-report", "--backup-meta", "0"]
+    flags += ["--metrics", f"127.0.0.1:{metrics}", "--cache-dir", str(folder / "cache")]
+    with Fleet() as fleet:
+        fleet.start(
+            "juicefs",
+            [str(program), "gateway", *flags, meta, address],
+            env={"MINIO_ROOT_USER": key_id, "MINIO_ROOT_PASSWORD": secret, "HOME": str(folder)},
+            log_path=folder / "juicefs.log",
+        )
+        server = S3Server(f"http://{address}", key_id, secret, "tests")
         server.wait_until_ready(fleet)
         yield server
 

@@ -43,6 +43,9 @@ class MemoryStore:
             raise AlreadyExists(f"{key} exists")
         self.times[key] = self.now
 
+    def settled(self, key: str, data: bytes | memoryview) -> bool:
+        return True
+
     def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
         if key not in self.objects:
             raise NotFound(f"{key} does not exist")
@@ -131,6 +134,9 @@ class ScriptedStore:
 
     def put_if_absent(self, key: str, data: bytes | memoryview) -> None:
         self._run("put_if_absent", key, lambda: self.inner.put_if_absent(key, data))
+
+    def settled(self, key: str, data: bytes | memoryview) -> bool:
+        return self.inner.settled(key, data)
 
     def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
         data: bytes = self._run("get", key, lambda: self.inner.get(key, start, length))

@@ -252,12 +252,7 @@ class _Start(Struct, frozen=True):
 
 def _take_run(store: ObjectStore, model_dir: Path, learner: Learner, resume: str) -> _Start:
     """Rank 0: become the run's trainer."""
-    if not store.probe().conditional_put:
-        log.warning(
-            "this store does not enforce conditional puts: two trainers on one run would not be told "
-            "apart. Make sure that only one runs",
-            store=store.url,
-        )
+    store.probe()  # a store without conditional puts is used in another way, and warned of
     run = ensure_run(store, model_dir, learner.parameters())
     checkpoints.choose(
         store, resume, run.fingerprint

@@ -221,6 +221,8 @@ def gc(
         WeightsConfig(), **{name: value for name, value in given.items() if value is not None}
     )
     with opened(store_url) as (store, _), reporting() as report:
+        if not dry_run:
+            store.probe()  # whether it takes care itself that one collector announces at a time
         planned = collect(store, config, keep_anchors=keep_anchors, dry_run=dry_run, report=report)
     if as_json:
         write_json({**msgspec.to_builtins(planned), "dry_run": dry_run})

@@ -41,6 +41,10 @@ class StoreConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Multipart part size; S3 allows 10,000 parts of at least 5 MiB, so 16 MiB reaches 156 GiB per object."""
     parallel: Annotated[int, Meta(ge=1, le=256)] = 8
     """Connections used for one large object."""
+    settle_s: Annotated[float, Meta(ge=2)] = 10.0
+    """Only where the store does not enforce conditional puts (candidates.py): how long who takes a run waits before
+    that counts. It must be longer than a small put can be under way, plus the difference between the clocks of the
+    store's servers; S3's stamps have a resolution of one second. Ten leave room for a server that pauses."""
 
 
 class ObjectInfo(Struct, frozen=True):
@@ -87,7 +91,13 @@ class ObjectStore(Protocol):
 
     def put_if_absent(self, key: str, data: bytes | memoryview) -> None:
         """Create an object. Raises AlreadyExists where there is one (also after a retry of our own put whose
-        answer was lost: the caller compares contents)."""
+        answer was lost: the caller compares contents). Where the store does not enforce that, two that create at the
+        same time can both succeed at first: `settled` tells whose object stands."""
+        ...
+
+    def settled(self, key: str, data: bytes | memoryview) -> bool:
+        """Whether `data`, with which put_if_absent has just created `key`, stands for good. True at once where the
+        store enforces conditional puts; elsewhere waits out settle_s of StoreConfig, and looks."""
         ...
 
     def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:

@@ -8,6 +8,7 @@ removes.
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import stat
@@ -26,6 +27,8 @@ from async_rl.store.keys import check_key, check_prefix, check_range, past_the_e
 __all__ = ["FileStore"]
 
 TEMPORARIES = ".tmp"
+NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP}
+"""What os.link says on a file system that has none (FAT, some FUSE ones); a folder's mode gives EACCES."""
 FORGOTTEN_S = 24 * 3600.0
 """A temporary that nobody has written to for a day belongs to a process that is gone."""
 
@@ -49,6 +52,9 @@ class FileStore:
         with FileUpload(self, key, create_only=True) as upload:
             upload.write(data)
             upload.commit()
+
+    def settled(self, key: str, data: bytes | memoryview) -> bool:
+        return True  # a hard link is created once or not at all
 
     def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
         with self._opened(key, start, length) as (file, wanted):
@@ -181,16 +187,25 @@ class FileUpload:
             os.fsync(self._fd)
             make_folders(self._target.parent)
             if self._create_only:
-                try:
-                    os.link(self._temporary, self._target)
-                except FileExistsError:
-                    raise AlreadyExists(
-                        f"can't create {self._target}: there is an object already"
-                    ) from None
+                self._link()
             else:
                 self._temporary.replace(self._target)
             sync_folder(self._target.parent)
         self._end()
+
+    def _link(self) -> None:
+        try:
+            os.link(self._temporary, self._target)
+        except FileExistsError:
+            raise AlreadyExists(f"can't create {self._target}: there is an object already") from None
+        except OSError as error:
+            if error.errno not in NO_LINKS:
+                raise
+            raise StoreError(
+                f"can't create {self._target}: its file system has no hard links, without which two trainers could "
+                "both create it",
+                hint="use a run.store on another file system (a local disk, NFS), or an S3 server",
+            ) from error
 
     def __enter__(self) -> FileUpload:
         return self

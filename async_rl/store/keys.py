@@ -8,7 +8,15 @@ from typing import NoReturn
 from async_rl.errors import StoreError
 from async_rl.store.base import ObjectInfo
 
-__all__ = ["check_key", "check_prefix", "check_range", "in_byte_order", "past_the_end", "start_of_listing"]
+__all__ = [
+    "check_key",
+    "check_prefix",
+    "check_range",
+    "in_byte_order",
+    "is_past",
+    "past_the_end",
+    "start_of_listing",
+]
 
 MAX_KEY_BYTES = 1024
 """S3's limit, on the key with the run's prefix before it."""
@@ -77,13 +85,19 @@ def stem(key: str, prefix: str) -> str:
     return key
 
 
+def is_past(prefix: str, after: str) -> bool:
+    """Whether no key that starts with `prefix` can be greater than `after`."""
+    return not after.startswith(prefix) and _bytes(after) > _bytes(prefix)
+
+
 def start_of_listing(prefix: str, after: str) -> str:
     """Where to start a listing (exclusive) so that it misses no key greater than `after`, in either order.
 
-    "" is the beginning. Numbered names begin up to ten too early: cheap, and in_byte_order drops them.
+    "" is the beginning; anything else starts with `prefix`, which older servers of MinIO insist on. Numbered names
+    begin up to ten too early: cheap, and in_byte_order drops them.
     """
     if not after.startswith(prefix):
-        return after if after > prefix else ""
+        return ""
     start = stem(after, prefix)[:-1]
     return start if len(start) > len(prefix) else ""
 

@@ -9,35 +9,33 @@ a pack has its own hash.
 from __future__ import annotations
 
 import io
-import os
 import re
 import threading
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
-import boto3
-from botocore.config import Config
-from botocore.exceptions import BotoCoreError, ClientError
+from botocore.exceptions import ClientError
 
-from async_rl.errors import AlreadyExists, ConfigError, NotFound, StoreError
+from async_rl.errors import AlreadyExists, NotFound, StoreError
 from async_rl.log import get_logger
 from async_rl.store.base import BLOCK_BYTES, Capabilities, ObjectInfo, StoreConfig
+from async_rl.store.candidates import RECORD, candidate_key, first_of, merged, plain_key
 from async_rl.store.keys import (
     check_key,
     check_prefix,
     check_range,
     in_byte_order,
+    is_past,
     past_the_end,
     start_of_listing,
 )
 from async_rl.store.retry import retrying
+from async_rl.store.s3_client import DEFAULT_REGION, make_client, parse_url
 from async_rl.store.s3_errors import (
     FOREIGN,
     NotSupported,
-    Place,
     ShortBody,
     bucket_missing,
     code_of,
@@ -50,15 +48,8 @@ __all__ = ["S3Store"]
 T = TypeVar("T")
 log = get_logger(__name__)
 
-BUCKET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,61}[A-Za-z0-9]")
-DEFAULT_REGION = "us-east-1"
 PAGE_KEYS = 1000
 """Keys per page of a listing; S3 gives no more."""
-SPARE_CONNECTIONS = 8
-"""Above `parallel`, for the small requests (manifests, listings, heartbeats) of other threads."""
-EXPECT_FROM_BYTES = 8 << 20
-"""botocore asks the server before it sends any body (`Expect: 100-continue`), which costs a round trip: half the time
-of a small put over a wide area. Bodies below this go out at once; an error then has cost so many bytes in vain."""
 
 
 class S3Store:
@@ -91,12 +82,34 @@ class S3Store:
                 return
             except NotSupported:
                 self._not_enforced()
-        try:
-            self.head(key)
-        except NotFound:
-            self._call(doing, lambda: self._put(key, data))
-        else:
-            raise AlreadyExists(f"can't {doing}: there is an object already")
+        if not key.endswith(RECORD):
+            raise StoreError(
+                f"can't {doing}: this store does not enforce conditional puts, and only records (*{RECORD}) "
+                "have another way",
+                hint="use a store that enforces If-None-Match",
+            )
+        if self._first(key) is None:
+            ours = candidate_key(key, uuid.uuid4().hex)
+            self._call(doing, lambda: self._put(ours, data))
+            first = self._first(key)
+            if first is not None and first.key == ours:
+                return
+        raise AlreadyExists(f"can't {doing}: there is an object already")
+
+    def settled(self, key: str, data: bytes | memoryview) -> bool:
+        if self._conditional:
+            return True
+        self._closed.wait(self._config.settle_s)
+        return self.get(key) == bytes(data)
+
+    def _first(self, key: str) -> ObjectInfo | None:
+        """The object that counts as `key`, and may be a candidate (candidates.py)."""
+        return first_of(key, in_byte_order(self._pages(key, ""), key, ""))
+
+    def _candidate(self, key: str) -> str:
+        """The key of the candidate that counts as `key`, "" for none."""
+        first = self._first(key) if key.endswith(RECORD) else None
+        return first.key if first is not None and first.key != key else ""
 
     def _put(self, key: str, data: bytes | memoryview, **conditions: str) -> None:
         # boto3 takes no memoryview; a file is sent in blocks, each with the socket's timeout to itself.
@@ -105,11 +118,23 @@ class S3Store:
     def _not_enforced(self) -> None:
         self._conditional = False
         log.warning(
-            "this store does not enforce conditional puts: two trainers on one run may both succeed",
+            "this store does not enforce conditional puts: what is created once goes by the stamps of the store, and "
+            "two trainers are told apart only if a put arrives within settle_s of being sent and the clocks of the "
+            "store's servers agree",
             url=self.url,
+            settle_s=self._config.settle_s,
         )
 
     def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+        try:
+            return self._read(key, start, length)
+        except NotFound:
+            candidate = self._candidate(key)
+            if not candidate:
+                raise
+        return self._read(candidate, start, length)
+
+    def _read(self, key: str, start: int, length: int | None) -> bytes:
         check_range(start, length)
         name = self._name(key)
         data = None if length == 0 else self._call(f"read {name}", lambda: self._get(key, start, length))
@@ -180,7 +205,10 @@ class S3Store:
             answer = self._call(doing, lambda: self._client.head_object(**self._at(key)))
         except NotFound:
             self._require_bucket(doing)  # a HEAD's 404 does not say what is missing
-            raise
+            first = self._first(key) if key.endswith(RECORD) else None
+            if first is None:
+                raise
+            return ObjectInfo(key, first.size, first.modified)
         return ObjectInfo(key, answer["ContentLength"], answer["LastModified"].timestamp())
 
     def _require_bucket(self, doing: str) -> None:
@@ -191,7 +219,12 @@ class S3Store:
 
     def list_after(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
         check_prefix(prefix)
-        return in_byte_order(self._pages(prefix, start_of_listing(prefix, after)), prefix, after)
+        if is_past(prefix, after):
+            return iter(())
+        # Candidates of `after` itself come after it: `merged` leaves them out.
+        return merged(
+            in_byte_order(self._pages(prefix, start_of_listing(prefix, after)), prefix, after), after
+        )
 
     def _pages(self, prefix: str, start: str) -> Iterator[ObjectInfo]:
         """In the server's order, which may not be the byte order: see keys.py."""
@@ -213,6 +246,14 @@ class S3Store:
             request["ContinuationToken"] = page["NextContinuationToken"]
 
     def delete(self, key: str) -> None:
+        if key.endswith(RECORD) and not self._conditional:
+            check_key(key)
+            for info in list(self._pages(key, "")):
+                if plain_key(info.key) == key:
+                    self._delete(info.key)
+        self._delete(key)
+
+    def _delete(self, key: str) -> None:
         with suppress(NotFound):  # S3 says success; some servers say this
             self._call(f"delete {self._name(key)}", lambda: self._client.delete_object(**self._at(key)))
 
@@ -229,17 +270,20 @@ class S3Store:
     def probe(self) -> Capabilities:
         """Two creations of one fresh key: the second must fail."""
         key = f".probe/{uuid.uuid4().hex}"
+        doing = f"create {self._name(key)}"
         try:
-            # AlreadyExists may come from the first one too: its answer was lost, and its retry met it.
-            self.put_if_absent(key, b"async-rl: may this be created twice?")
+            for body in (b"async-rl: may this be created twice?", b"it may"):
+                # AlreadyExists may come from the first one too: its answer was lost, and its retry met it.
+                self._call(doing, lambda body=body: self._put(key, body, IfNoneMatch="*"))  # type: ignore[misc]
             if self._conditional:
-                self.put_if_absent(key, b"it may")
-                if self._conditional:
-                    self._not_enforced()
+                self._not_enforced()
         except AlreadyExists:
             pass
+        except NotSupported:
+            if self._conditional:
+                self._not_enforced()
         finally:
-            self.delete(key)
+            self._delete(key)
         return Capabilities(conditional_put=self._conditional)
 
     def make_bucket(self) -> None:
@@ -312,70 +356,8 @@ class _Reading:
             self._body = None
 
 
-def parse_url(url: str) -> tuple[str, str]:
-    """(bucket, prefix without a slash at its end). Raises ConfigError."""
-    bucket, _, prefix = url.removeprefix("s3://").partition("/")
-    if not BUCKET_NAME.fullmatch(bucket):
-        raise ConfigError(
-            f"{url!r} names no bucket",
-            hint="s3://bucket/prefix; a bucket's name has 3 to 63 letters, digits, - or .",
-        )
-    prefix = prefix.rstrip("/")
-    try:
-        return bucket, check_key(prefix) if prefix else ""
-    except StoreError as error:
-        raise ConfigError(f"{url!r} is no store URL: {error.message}", hint=error.hint) from error
-
-
 def position(answer: dict[str, Any]) -> tuple[int, int]:
     """Where the body of a get begins in the object, and the object's size."""
     if match := re.fullmatch(r"bytes (\d+)-\d+/(\d+)", answer.get("ContentRange") or ""):
         return int(match[1]), int(match[2])
     return 0, int(answer["ContentLength"])
-
-
-def make_client(bucket: str, config: StoreConfig) -> tuple[Any, Place]:
-    """A boto3 client (thread-safe) and what errors need to know. Raises ConfigError."""
-    env = os.environ
-    endpoint = config.endpoint_url or env.get("AWS_ENDPOINT_URL_S3") or env.get("AWS_ENDPOINT_URL") or None
-    # A server of one's own has no DNS name per bucket.
-    addressing = ("path" if endpoint else "auto") if config.addressing == "auto" else config.addressing
-    if addressing not in ("path", "virtual", "auto"):
-        raise ConfigError(f"store.addressing is {config.addressing!r}", hint="path, virtual or auto")
-    loopback = endpoint is not None and urlsplit(endpoint).hostname in ("127.0.0.1", "localhost", "::1")
-    try:
-        session = boto3.session.Session(profile_name=config.profile or None)
-        region = config.region or env.get("AWS_REGION") or session.region_name or DEFAULT_REGION
-        client = session.client(
-            "s3",
-            endpoint_url=endpoint,
-            region_name=region,
-            verify=config.ca_bundle or None,
-            config=Config(
-                connect_timeout=min(config.connect_timeout_s, config.retry_limit_s),
-                read_timeout=min(config.read_timeout_s, config.retry_limit_s),
-                max_pool_connections=config.parallel + SPARE_CONNECTIONS,
-                retries={"total_max_attempts": 1, "mode": "standard"},
-                request_checksum_calculation="when_required",
-                response_checksum_validation="when_required",
-                s3={"addressing_style": addressing},
-                tcp_keepalive=True,
-                proxies={} if loopback else None,
-                user_agent_extra="async-rl",
-            ),
-        )
-        client.meta.events.register_last("before-call.s3", _send_small_bodies_at_once)
-        credentials = session.get_credentials()
-        access_key = credentials.access_key if credentials else ""
-    except (BotoCoreError, ValueError, OSError) as error:
-        raise ConfigError(
-            f"can't set up the S3 client for bucket {bucket!r}: {error}",
-            hint="check [store] (endpoint_url is http://host:port, profile) and the AWS_* variables",
-        ) from error
-    return client, Place(bucket, client.meta.endpoint_url, region, access_key or "")
-
-
-def _send_small_bodies_at_once(params: dict[str, Any], **_: Any) -> None:
-    body = params.get("body")
-    if isinstance(body, io.BytesIO) and body.getbuffer().nbytes < EXPECT_FROM_BYTES:
-        params["headers"].pop("Expect", None)

@@ -99,11 +99,21 @@ PASSING = {
     "TooManyRequestsException",
     "XMinioServerNotInitialized",
 }
+UNTRUSTED = ("CERTIFICATE_VERIFY_FAILED", "doesn't match", "Hostname mismatch")
 CREDENTIALS = (
     "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (and AWS_SESSION_TOKEN where they are temporary), "
     "or name an AWS profile"
 )
-PERMISSIONS = "s3:GetObject, s3:PutObject, s3:DeleteObject and s3:ListBucket"
+ACTIONS = {
+    "GetObject": "s3:GetObject",
+    "HeadObject": "s3:GetObject",
+    "DeleteObject": "s3:DeleteObject",
+    "ListObjectsV2": "s3:ListBucket",
+    "HeadBucket": "s3:ListBucket",
+    "CreateBucket": "s3:CreateBucket",
+    "AbortMultipartUpload": "s3:AbortMultipartUpload",
+}
+"""What a policy must allow for an operation; all others (PutObject, the parts of an upload): s3:PutObject."""
 
 
 def code_of(error: Exception) -> str:
@@ -159,11 +169,24 @@ def _answered(error: boto.ClientError, doing: str, place: Place) -> Fault:
         )
     if status in (401, 403):
         hint = (
-            f"{place.key_in_use}; it needs {PERMISSIONS} on {place.bucket!r} "
-            "(without s3:ListBucket a missing object reads as forbidden, too)"
+            f"{place.key_in_use}; here it needs {_action(error)} on {place.bucket!r}: docs/security.md has the "
+            "policies of trainer, worker and viewer (without s3:ListBucket a missing object reads as forbidden, too)"
         )
         return final(AccessDenied, f"access denied ({said})", hint)
     return final(StoreError, f"{said} (status {status})")
+
+
+def _trust_hint(said: str) -> str:
+    if "match" in said:
+        return "the certificate is another server's: name in endpoint_url the host that it was made for"
+    return (
+        "set ca_bundle in [store] (or AWS_CA_BUNDLE) to the PEM file of the authority that signed the server's "
+        "certificate"
+    )
+
+
+def _action(error: boto.ClientError) -> str:
+    return ACTIONS.get(str(error.operation_name), "s3:PutObject")
 
 
 def bucket_missing(doing: str, place: Place) -> BucketMissing:
@@ -197,11 +220,11 @@ def _unanswered(error: Exception, doing: str, place: Place) -> Fault:
         return fault(AccessDenied, f"no usable credentials, {said}", CREDENTIALS)
     if isinstance(error, boto.SSOError | boto.TokenRetrievalError):
         return fault(AccessDenied, said, "log in again: aws sso login")
-    if isinstance(error, boto.SSLError) and "CERTIFICATE_VERIFY_FAILED" in said:
-        hint = (
-            "set ca_bundle in [store] to the PEM file of the authority that signed the server's certificate"
-        )
-        return fault(StoreUnavailable, f"{place.endpoint} can't be trusted, {said}", hint)
+    if isinstance(error, boto.SSLError) and any(part in said for part in UNTRUSTED):
+        return fault(StoreUnavailable, f"{place.endpoint} can't be trusted, {said}", _trust_hint(said))
+    if isinstance(error, boto.SSLError) and "WRONG_VERSION_NUMBER" in said:
+        hint = "endpoint_url in [store], or AWS_ENDPOINT_URL, says https: is it a server of plain http?"
+        return fault(StoreUnavailable, f"what listens at {place.endpoint} speaks no TLS", hint)
     if isinstance(
         error, boto.EndpointConnectionError | boto.ConnectTimeoutError | boto.ProxyConnectionError
     ):

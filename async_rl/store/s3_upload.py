@@ -165,9 +165,11 @@ class S3Upload:
         self._call(f"finish the upload of {self._name}", attempt)
 
     def _is_there(self) -> bool:
-        """Whether the object has the size, and by its tag the number of parts, of this upload."""
+        """Whether the object has the size, and by its tag the number of parts, of this upload. A server that gives no
+        tags (JuiceFS) leaves the size: what is uploaded has a key of its own."""
         answer = self._client.head_object(**self._target)
-        in_as_many = str(answer["ETag"]).strip('"').endswith(f"-{self._parts}")
+        tag = str(answer.get("ETag") or "").strip('"')
+        in_as_many = not tag or tag.endswith(f"-{self._parts}")
         return in_as_many and int(answer["ContentLength"]) == self._size
 
     def _abort(self) -> None:

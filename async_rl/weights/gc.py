@@ -97,11 +97,14 @@ def collect(
         number = facts.next_tombstone
         tombstone = planned.tombstone(number, time.time())
         if tombstone is not None:
+            key, data = tombstone_key(number), msgspec.json.encode(tombstone)
             try:
-                store.put_if_absent(tombstone_key(number), msgspec.json.encode(tombstone))
+                store.put_if_absent(key, data)
+                ours = store.settled(key, data)
             except AlreadyExists:
-                if store.get(tombstone_key(number)) != msgspec.json.encode(tombstone):
-                    continue  # somebody else collects: look again, with what was announced there
+                ours = store.get(key) == data
+            if not ours:
+                continue  # somebody else collects: look again, with what was announced there
         _carry_out(store, facts, planned, tombstone, report)
         return planned
     raise StoreUnavailable(

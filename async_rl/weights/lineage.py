@@ -189,17 +189,20 @@ def claim_key(incarnation: int) -> str:
 
 def claim(store: ObjectStore) -> Claim:
     """Become the run's newest incarnation: from now on, older trainers are fenced. Two that start at once
-    both succeed, one after the other; the later one goes on."""
+    both succeed, one after the other; the later one goes on. Waits for: `store.settled`."""
     nonce = uuid.uuid4().hex
     for _ in range(_CLAIM_TRIES):
         newest = max(_numbers(store, INCARNATIONS, -1), default=-1)
         first = max(_numbers(store, VERSIONS, -1), default=-1) + 1
         ours = sealed(Claim(newest + 1, nonce, first, time.time()))
+        key, data = claim_key(ours.incarnation), msgspec.json.encode(ours)
         try:
-            store.put_if_absent(claim_key(ours.incarnation), msgspec.json.encode(ours))
+            store.put_if_absent(key, data)
         except AlreadyExists:
             if _read_claim(store, ours.incarnation).nonce != nonce:
                 continue
+        if not store.settled(key, data):  # somebody else's came first, and showed only now
+            continue
         log.info("incarnation claimed", incarnation=ours.incarnation, first_version=ours.first_version)
         return ours
     raise WeightsError(

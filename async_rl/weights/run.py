@@ -139,9 +139,13 @@ def ensure_run(
     except NotFound:
         for file in wanted.model_files:
             store.put(file.key, contents[file.name])
+        data = msgspec.json.format(msgspec.json.encode(wanted), indent=1)
         try:
-            store.put_if_absent(RUN_KEY, msgspec.json.format(msgspec.json.encode(wanted), indent=1))
+            store.put_if_absent(RUN_KEY, data)
+            ours = store.settled(RUN_KEY, data)
         except AlreadyExists:  # another trainer was faster, or our own retried put had succeeded
+            ours = False
+        if not ours:
             found = _read_run(store)
         else:
             log.info("run created", url=store.url, run=wanted.run, tensors=len(table), dtype=dtype)

@@ -126,6 +126,9 @@ class Points:
     def _name_of(self, request: Any) -> str:
         url = urlsplit(request.url)
         key = unquote(url.path).partition("/")[2].partition("/")[2].removeprefix(self._prefix).strip("/")
+        key = re.sub(
+            r"(?<=\.json)~[0-9a-f]{32}$", "", key
+        )  # a candidate's nonce (async_rl/store/candidates.py)
         query = parse_qs(url.query, keep_blank_values=True)
         if "partNumber" in query:
             key += f" part {query['partNumber'][0]}"

@@ -45,6 +45,8 @@ def main(link: Link, args: dict[str, Any]) -> None:
     store = open_store(
         args["url"], msgspec.convert({**msgspec.to_builtins(STORE), **args["store"]}, StoreConfig)
     )
+    if args["probe"]:
+        store.probe()
     config = msgspec.convert({**msgspec.to_builtins(PUBLISHING), **args["config"]}, WeightsConfig)
     try:
         with rank_group(args["meeting"], args["rank"], args["ranks"]):

@@ -38,11 +38,15 @@ class World:
         model: str = "small",
         seed: int = 1,
         codec: str = "default",
+        probe: bool = False,
+        store: Mapping[str, Any] | None = None,
     ) -> None:
+        """`probe`: trainers look what the store enforces, as real ones do. `store`: of their StoreConfig."""
         self.url = server.new_url()
         self.store: ObjectStore = open_store(self.url, STORE)
         self.prefix = self.url.removeprefix("s3://").partition("/")[2]
         self._forks, self._model, self._seed, self._codec = forks, model, seed, codec
+        self._probe, self._settings = probe, dict(store or {})
         self.folder = folder / self.url.rpartition("/")[2]
         self.folder.mkdir()
         self.lives: dict[int, tuple[int, int]] = {}
@@ -76,7 +80,8 @@ class World:
             stop=stop,
             without=list(without),
             config={"codec": self._codec, **(config or {})},
-            store=dict(store or {}),
+            store={**self._settings, **(store or {})},
+            probe=self._probe,
             rank=rank,
             ranks=ranks,
             meeting=meeting,

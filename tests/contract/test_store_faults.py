@@ -234,10 +234,12 @@ def test_a_server_without_conditional_puts_is_found_by_the_probe_and_still_used(
     store = open_store(faulty_s3.url, QUICK)
     faulty_s3.script(status(501, "NotImplemented"), methods=("PUT",))
     assert not store.probe().conditional_put
-    store.put_if_absent("k", b"first")
+    store.put_if_absent("k.json", b"first")
     with pytest.raises(AlreadyExists):
-        store.put_if_absent("k", b"second")
-    assert store.get("k") == b"first"
+        store.put_if_absent("k.json", b"second")
+    assert store.get("k.json") == b"first"
+    with pytest.raises(StoreError, match="does not enforce conditional puts, and only records"):
+        store.put_if_absent("k", b"x")
 
 
 def test_a_server_that_ignores_the_condition_is_found_by_the_probe(faulty_s3: FaultyS3) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from pathlib import Path
@@ -117,3 +118,14 @@ def test_permission_errors_of_the_system_are_access_denied(
     monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(AccessDenied, match=r"Permission denied.*owner and the mode"):
         open_store(tmp_path.as_uri()).put("k", b"1")
+
+
+def test_a_file_system_without_hard_links_is_refused_by_the_probe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_links(*paths: object) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr("os.link", no_links)
+    with pytest.raises(StoreError, match=r"no hard links.*two trainers.*or an S3 server"):
+        FileStore(tmp_path.as_uri()).probe()
