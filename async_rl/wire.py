@@ -31,7 +31,7 @@ from msgspec import Meta, Struct
 
 from async_rl.errors import Malformed
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of this file. Hello and Attach carry it; any difference is refused."""
 
 MAX_MESSAGE_BYTES = 64 << 20

@@ -33,8 +33,8 @@ class WeightsConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     codec: Literal["default", "small"] = "default"
     """default: deltas near the entropy of the change, readable without the weights, so that they can be composed.
-    small: a third smaller still, with contexts from the base weights; half as fast, and composing them needs a
-    copy of the weights."""
+    small: a sixth smaller still, with contexts from the base weights; encoding takes twice as long, decoding half
+    as long again, and composing them needs a copy of the weights."""
     delta_pack_bytes: Annotated[int, Meta(ge=1)] = 32 << 20
     """Coded tiles are gathered into packs of about this size; a rank holds two of them in memory, one that is
     uploaded and one that fills."""
