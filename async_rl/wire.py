@@ -199,6 +199,10 @@ class Heartbeat(Struct, frozen=True, array_like=True, tag="heartbeat"):
     queued: Count = 0
     sync_bytes: Count = 0  # of the versions fetched so far, what was downloaded for them
     pause_s: Seconds = 0.0  # the last pause of generation for an update
+    cache_used: float = 0.0  # share of the KV cache, 0 to 1
+    oldest_s: Seconds = 0.0  # age of the oldest running sequence
+    idle_s: Seconds = 0.0  # since it began to serve: time in which the engine had nothing to do
+    finished: tuple[int, ...] = ()  # leases whose group was sent and is not acknowledged yet
 
 
 class GroupDone(Struct, frozen=True, array_like=True, tag="group_done"):
@@ -348,6 +352,13 @@ class WorkerStatus(Struct, frozen=True, array_like=True):
     sync_bytes: int
     pause_s: float
     last_seen_s: float  # ago
+    lag_versions: int = -1  # versions committed after the one that it serves; -1 while unknown
+    lag_s: float = -1.0  # since the first of them was committed: out of date for so long; -1 while unknown
+    cache_used: float = 0.0  # these three as in Heartbeat
+    oldest_s: float = 0.0
+    idle_s: float = 0.0
+    capacity: int = 0  # leases that it can hold
+    serving_s: float = 0.0  # since it began to serve, as far as we have seen
 
 
 class Status(Struct, frozen=True, array_like=True, tag="status"):
@@ -376,7 +387,12 @@ class Status(Struct, frozen=True, array_like=True, tag="status"):
     workers: tuple[WorkerStatus, ...]
     uptime_s: float
     dead_letters: tuple[tuple[str, str], ...] = ()  # (key, last reason), newest last
-    refused: dict[str, int] = {}  # messages and groups that were not accepted, by reason
+    refused: dict[str, int] = {}  # messages, groups, connections that were not accepted, by reason
+    heartbeat_s: float = 2.0
+    trainer_waited_s: float = 0.0  # for batches since it attached, the wait that goes on now included
+    trainer_here_s: float = 0.0  # since it attached
+    batch_waits_for: str = ""  # what the trainer's request waits for; empty: it has none
+    leasing_waits_for: str = ""  # why a worker that serves the newest version gets no lease; empty: it would
 
 
 FromWorker: TypeAlias = Hello | Credit | Heartbeat | GroupDone | Failed | Bye

@@ -9,7 +9,7 @@ message or a moment goes in, the messages to send come out, so a whole run can b
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeAlias
 
 from async_rl.envs.base import Environment, EnvironmentConfig
@@ -84,7 +84,9 @@ class Control:
         lease_ids: Iterator[int],
         now: float,
         journal: Journal,
+        turned_away: Mapping[str, int] | None = None,
     ) -> None:
+        """`turned_away`: connections that the listener's door refuses, by reason; counted there, shown in Status."""
         self._environment = environment
         self._config = config
         self._evaluation = evaluation
@@ -105,6 +107,7 @@ class Control:
             self._roster, lambda name: self._session.leases(name) if self._session else 0
         )
         self._tally = Tally()
+        self._turned_away = turned_away if turned_away is not None else {}
         self._ledger = GroupLedger(config, journal, lease_ids)
         self._spool = journal.where
         self._session: Session | None = None
@@ -426,7 +429,7 @@ class Control:
             return
         formed = session.ledger.form_batch(now)
         self._tally.batch(formed)
-        session.asked = None
+        session.waited_s, session.asked = session.waited(now), None
         session.last_batch = self._batch(session, formed, now - asked.since)
         self._send(session.peer, session.last_batch)
 
@@ -499,8 +502,16 @@ class Control:
     # ---------------------------------------------------------------- out
 
     def status(self, now: float) -> Status:
+        """One consistent picture; changes nothing."""
         return status_of(
-            self._session, self._ledger, self._tally, self._roster, self._config, self._started, now
+            self._session,
+            self._ledger,
+            self._tally,
+            self._roster,
+            self._config,
+            self._started,
+            now,
+            self._turned_away,
         )
 
     def _send(self, peer: bytes, message: AnyMessage) -> None:
