@@ -140,23 +140,25 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = REQUEST_LIMIT_S
 
     def do_GET(self) -> None:
-        source = self.server.source
         try:
-            match self.path.partition("?")[0]:
-                case "/metrics":
-                    self._answer(200, exposition(source), "text/plain; version=0.0.4; charset=utf-8")
-                case "/health":
-                    health = source.health()
-                    body = {"ok": health.ok, "reason": health.reason, **health.facts}
-                    self._answer(200 if health.ok else 503, json.dumps(body).encode(), "application/json")
-                case _:
-                    self._answer(404, b"there is /metrics and /health\n", "text/plain")
-        except OSError:
-            raise  # the client's connection
+            status, body, kind = self._made()
         except Exception as error:  # noqa: BLE001  (an edge: one answer is lost, nothing else)
-            log.warning("metrics could not be read", path=self.path, error=f"{type(error).__name__}: {error}")
-            body = {"ok": False, "reason": f"{type(error).__name__}: {error}"}
-            self._answer(503, json.dumps(body).encode(), "application/json")
+            said = f"{type(error).__name__}: {error}"
+            log.warning("metrics could not be read", path=self.path, error=said)
+            status, kind = 503, "application/json"
+            body = json.dumps({"ok": False, "reason": said}).encode()
+        self._answer(status, body, kind)
+
+    def _made(self) -> tuple[int, bytes, str]:
+        """Status, body and its type."""
+        match self.path.partition("?")[0]:
+            case "/metrics":
+                return 200, exposition(self.server.source), "text/plain; version=0.0.4; charset=utf-8"
+            case "/health":
+                health = self.server.source.health()
+                body = {"ok": health.ok, "reason": health.reason, **health.facts}
+                return 200 if health.ok else 503, json.dumps(body).encode(), "application/json"
+        return 404, b"there is /metrics and /health\n", "text/plain"
 
     def _answer(self, status: int, body: bytes, kind: str) -> None:
         self.send_response(status)
@@ -188,12 +190,13 @@ def exposition(source: Source) -> bytes:
 def _families(source: Source) -> Iterable[Family]:
     table = {metric.name: metric for metric in METRICS}
     found: dict[str, Any] = {}
-    run = source.run
-    for reading in source.readings():
+    readings = list(source.readings())
+    run = source.run  # after them: some sources learn it on the way
+    for reading in readings:
         metric = table[reading.name]
-        family = found.get(metric.name)
-        if family is None:
-            family = found[metric.name] = _family(metric)
+        if metric.name not in found:
+            found[metric.name] = _family(metric)
+        family = found[metric.name]
         labels = [run, *(reading.labels[name] for name in metric.labels)]
         if isinstance(reading.value, Mapping):
             buckets, total = _buckets(reading.value)
@@ -203,10 +206,10 @@ def _families(source: Source) -> Iterable[Family]:
     return found.values()
 
 
-def _family(metric: Metric) -> Family:
+def _family(metric: Metric) -> Any:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-    kinds: dict[str, Callable[..., Family]] = {
+    kinds: dict[str, Callable[..., Any]] = {
         "gauge": GaugeMetricFamily,
         "counter": CounterMetricFamily,
         "histogram": HistogramMetricFamily,

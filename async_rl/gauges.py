@@ -48,7 +48,13 @@ METRICS: tuple[Metric, ...] = (
     Metric("async_rl_groups_dropped", "counter", "Groups that were not trained", ("reason",)),
     Metric("async_rl_trainer_waited_seconds", "counter", "For which the trainer waited for batches"),
     Metric("async_rl_trainer_up_seconds", "counter", "Of this time: since it attached"),
-    Metric("async_rl_refused", "counter", "Messages, groups and connections refused", ("reason",), _ORCHESTRATOR),
+    Metric(
+        "async_rl_refused",
+        "counter",
+        "Messages, groups and connections refused",
+        ("reason",),
+        _ORCHESTRATOR,
+    ),
     Metric("async_rl_groups_buffered", "gauge", "Groups that wait to be trained", (), _ORCHESTRATOR),
     Metric("async_rl_groups_outstanding", "gauge", "Groups that are leased", (), _ORCHESTRATOR),
     Metric("async_rl_groups_admitted_limit", "gauge", "Groups that may be in use now", (), _ORCHESTRATOR),
@@ -59,27 +65,57 @@ METRICS: tuple[Metric, ...] = (
     Metric("async_rl_mismatch_kl", "gauge", "k3 estimate of KL between engines and learner", (), _TRAINER),
     Metric("async_rl_steps_refused", "counter", "Updates refused as not finite", (), _TRAINER),
     Metric("async_rl_trained_tokens", "counter", "Loss tokens", (), _TRAINER),
-    Metric("async_rl_trained_tokens_per_second", "gauge", "Loss tokens of the last step over its time", (), _TRAINER),
-    Metric("async_rl_step_seconds", "gauge", "The last step, the wait for its batch included", (), _TRAINER),
+    Metric(
+        "async_rl_trained_tokens_per_second",
+        "gauge",
+        "Loss tokens of the last step over its time",
+        (),
+        _TRAINER,
+    ),
+    Metric(
+        "async_rl_step_seconds", "gauge", "The last step, the wait for its batch included", (), _TRAINER
+    ),
     Metric("async_rl_checkpoint_step", "gauge", "Of the newest checkpoint", (), _TRAINER),
-    Metric("async_rl_checkpoint_age_seconds", "gauge", "Since it was committed, as far as seen", (), _TRAINER),
+    Metric(
+        "async_rl_checkpoint_age_seconds", "gauge", "Since it was committed, as far as seen", (), _TRAINER
+    ),
     Metric("async_rl_publish_seconds", "gauge", "For the last version: snapshot to commit", (), _TRAINER),
     Metric("async_rl_published_bytes", "counter", "Of packs, in committed versions", (), _TRAINER),
     Metric("async_rl_worker_state", "gauge", "1 for the state that it is in", (*_WORKER, "state"), _BOTH),
     Metric("async_rl_worker_version", "gauge", "Policy version served", _WORKER, _BOTH),
-    Metric("async_rl_worker_lag_steps", "gauge", "Optimizer steps behind the newest version", _WORKER, _BOTH),
-    Metric("async_rl_worker_lag_versions", "gauge", "Versions committed after the served one", _WORKER, _ORCHESTRATOR),
-    Metric("async_rl_worker_lag_seconds", "gauge", "Since the first of them was committed", _WORKER, _ORCHESTRATOR),
+    Metric(
+        "async_rl_worker_lag_steps", "gauge", "Optimizer steps behind the newest version", _WORKER, _BOTH
+    ),
+    Metric(
+        "async_rl_worker_lag_versions",
+        "gauge",
+        "Versions committed after the served one",
+        _WORKER,
+        _ORCHESTRATOR,
+    ),
+    Metric(
+        "async_rl_worker_lag_seconds",
+        "gauge",
+        "Since the first of them was committed",
+        _WORKER,
+        _ORCHESTRATOR,
+    ),
     Metric("async_rl_worker_fetching_version", "gauge", "Version being fetched", _WORKER, _BOTH),
     Metric("async_rl_worker_fetched_ratio", "gauge", "Share of it that is here", _WORKER, _BOTH),
-    Metric("async_rl_worker_tokens_per_second", "gauge", "Generated, between two heartbeats", _WORKER, _BOTH),
+    Metric(
+        "async_rl_worker_tokens_per_second", "gauge", "Generated, between two heartbeats", _WORKER, _BOTH
+    ),
     Metric("async_rl_worker_leases", "gauge", "Groups being generated", _WORKER, _BOTH),
     Metric("async_rl_worker_lease_capacity", "gauge", "Groups that it can take at once", _WORKER, _BOTH),
     Metric("async_rl_worker_running_sequences", "gauge", "In the engine", _WORKER, _BOTH),
     Metric("async_rl_worker_queued_sequences", "gauge", "Before the engine", _WORKER, _BOTH),
     Metric("async_rl_worker_cache_used_ratio", "gauge", "Of the KV cache", _WORKER, _BOTH),
-    Metric("async_rl_worker_oldest_sequence_seconds", "gauge", "Age of the oldest running one", _WORKER, _BOTH),
-    Metric("async_rl_worker_idle_seconds", "counter", "In which the engine had nothing to do", _WORKER, _BOTH),
+    Metric(
+        "async_rl_worker_oldest_sequence_seconds", "gauge", "Age of the oldest running one", _WORKER, _BOTH
+    ),
+    Metric(
+        "async_rl_worker_idle_seconds", "counter", "In which the engine had nothing to do", _WORKER, _BOTH
+    ),
     Metric("async_rl_worker_pause_seconds", "gauge", "The last pause for an update", _WORKER, _BOTH),
     Metric("async_rl_worker_sync_bytes", "counter", "Downloaded for versions", _WORKER, _BOTH),
     Metric("async_rl_worker_groups", "counter", "Groups accepted from it", _WORKER, _ORCHESTRATOR),
@@ -124,7 +160,9 @@ def of_worker(worker: WorkerView) -> Iterator[Reading]:
         yield Reading("async_rl_worker_state", value, {**labels, "state": state})
     for name, field in _OF_WORKER.items():
         value = getattr(worker, field)
-        if value is not None and (worker.state != "gone" or field in ("last_seen_s", "groups_done", "sync_bytes")):
+        if value is not None and (
+            worker.state != "gone" or field in ("last_seen_s", "groups_done", "sync_bytes")
+        ):
             yield Reading(f"async_rl_worker_{name}", float(value), labels)
 
 

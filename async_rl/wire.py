@@ -392,7 +392,7 @@ class Status(Struct, frozen=True, array_like=True, tag="status"):
     trainer_waited_s: float = 0.0  # for batches since it attached, the wait that goes on now included
     trainer_here_s: float = 0.0  # since it attached
     batch_waits_for: str = ""  # what the trainer's request waits for; empty: it has none
-    leasing_waits_for: str = ""  # why a worker that serves the newest version gets no lease; empty: it would
+    leasing_waits_for: str = ""  # why one that serves the newest version gets no lease; empty: it would
 
 
 FromWorker: TypeAlias = Hello | Credit | Heartbeat | GroupDone | Failed | Bye

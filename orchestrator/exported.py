@@ -13,7 +13,7 @@ from async_rl.wire import Status
 __all__ = ["ExportedStatus"]
 
 ANSWER_S = 2.0
-"""For the loop to come by. It ticks ten times a second; only a disk that hangs, or a stopped process, takes longer."""
+"""For the loop to come by. It ticks ten times a second; only a disk that hangs or a stopped process is slower."""
 
 
 class ExportedStatus:

@@ -16,12 +16,14 @@ from pathlib import Path
 
 from async_rl.envs.base import Environment, EnvironmentConfig
 from async_rl.errors import StoreUnavailable
+from async_rl.exporter import Exporter
 from async_rl.log import get_logger
 from async_rl.transport.allowed import Allowed, Keyring
 from async_rl.transport.base import Listener, Received, from_here
 from async_rl.transport.zmq import ZmqListener
 from orchestrator.config import EvalConfig, OrchestratorConfig, SamplingConfig, check_bind
 from orchestrator.control import Control
+from orchestrator.exported import ExportedStatus
 from orchestrator.prompts import check_prompts
 from orchestrator.spool import Journal, Spool
 
@@ -112,12 +114,15 @@ def run_orchestrator(
     spool: Path,
     address_file: Path | None = None,
     trainer_key: str = "",
+    metrics: str = "",
 ) -> None:
     """Serve one run until it is finished, or until SIGTERM or SIGINT. Blocking: the entry of the process.
 
     `address_file`: where to write the address for this machine's processes, for a parent that asked for
     port 0. `trainer_key`: the public key of the trainer that starts us, allowed beside those in
-    orchestrator.keys. Raises ConfigError where the address is taken, can't be bound, or could be reached from
+    orchestrator.keys. `metrics`: where to answer Prometheus; empty: nowhere.
+
+    Raises ConfigError where the address is taken, can't be bound, or could be reached from
     other machines without leave, the keys or the spool can't be used, or the prompts can't be read;
     EnvironmentFailed where the environment has no prompt.
     """
@@ -128,6 +133,7 @@ def run_orchestrator(
     async def main() -> None:
         listener = ZmqListener(config.bind, keyring=keyring)
         journal: Spool | None = None
+        exporter: Exporter | None = None
         try:
             journal = Spool(spool, fsync=config.fsync)
             now = time.monotonic()
@@ -143,7 +149,11 @@ def run_orchestrator(
                 lease_ids=itertools.count(secrets.randbits(46) << 16),
                 now=now,
                 journal=journal,
+                turned_away=keyring.turned_away if keyring is not None else None,
             )
+            if metrics:
+                loop = asyncio.get_running_loop()
+                exporter = Exporter(metrics, ExportedStatus(loop, lambda: control.status(time.monotonic())))
             records = control.restore(journal.replay(), now)
             log.info("spool opened", folder=str(spool), records=records, damaged=journal.damaged)
             stop = asyncio.Event()
@@ -155,6 +165,8 @@ def run_orchestrator(
             await serve(listener, control, journal, full_wait_s=config.spool_full_wait_s, stop=stop)
             log.info("run finished" if control.finished else "orchestrator stopped")
         finally:
+            if exporter is not None:
+                await asyncio.to_thread(exporter.close)  # it may be waiting for this very loop
             await listener.close()
             if journal is not None:
                 journal.close()

@@ -38,12 +38,14 @@ from async_rl.errors import (
     WaitTimeout,
     WeightsError,
 )
+from async_rl.exporter import Exporter
 from async_rl.log import get_logger
 from async_rl.store import ObjectStore, StoreConfig, open_store
 from async_rl.threads import in_daemon_thread
 from async_rl.transport.base import Dialer
 from async_rl.transport.keys import ClientKey
 from async_rl.transport.zmq import ZmqDialer
+from async_rl.view.model import WorkerView
 from async_rl.weights.config import WeightsConfig
 from async_rl.weights.files import scratch_folder
 from async_rl.weights.readers import ReaderBeat, drop_beat, write_beat
@@ -71,6 +73,7 @@ from async_rl.wire import (
 )
 from async_rl.wire import Refused as RefusedMessage
 from workers.engines import Completion, Engine, make_engine
+from workers.exported_worker import ExportedWorker
 from workers.rollout_ending import Ending, Over, cancel, delays, to_the_end, together
 from workers.rollout_groups import Texts, make_group
 from workers.rollout_rewards import Rewards
@@ -162,6 +165,8 @@ class RolloutWorker:
         self._sync_bytes = 0
         self._pause_s = 0.0
         self._speed = _Speed()
+        self.newest = (-1, -1)  # version and step, as announced
+        self.served_step = -1
 
     async def run(self) -> None:
         """The whole life. Returns after a graceful end; raises what made it impossible to go on."""
@@ -223,6 +228,7 @@ class RolloutWorker:
         log.info("engine starting", engine=self.config.engine, version=local.version)
         began = time.monotonic()
         await self.engine.start(folder, local.version)
+        self.served_step = local.step
         log.info("engine ready", version=local.version, took_s=time.monotonic() - began)
 
     @property
@@ -253,7 +259,8 @@ class RolloutWorker:
                 case Nack(lease=lease, key=key, reason=reason):
                     log.warning("group refused", key=key, reason=reason)
                     self._settle(lease)
-                case Announce(version=version):
+                case Announce(version=version, step=step):
+                    self.newest = max(self.newest, (version, step))
                     if version > self.engine.version:
                         self._look_now.set()
                 case Cancel(leases=leases, reason=reason):
@@ -483,6 +490,37 @@ class RolloutWorker:
             pause_s=self._pause_s,
         )
 
+    def picture(self) -> WorkerView:
+        """For exporters, as the orchestrator would show it. Unknown where the worker itself can't know: how far it is
+        behind before anybody has announced a version to it."""
+        beat, serving = self._heartbeat(), self.engine.version >= 0
+        version, step = self.newest
+        known = serving and self.served_step >= 0 and version >= 0
+        return WorkerView(
+            worker=self.name,
+            cluster=self.config.cluster,
+            state=self._state,
+            version=self.engine.version if serving else None,
+            lag=max(0, step - self.served_step) if known else None,
+            fetching_version=beat.fetching_version if beat.fetching_version >= 0 else None,
+            fetched_fraction=beat.fetched_fraction if beat.fetching_version >= 0 else None,
+            tokens_per_s=beat.tokens_per_s,
+            leases=len(self._work),
+            capacity=self._capacity if self._settings is not None else None,
+            running=beat.running,
+            queued=beat.queued,
+            sync_bytes=beat.sync_bytes,
+            pause_s=beat.pause_s,
+            cache_used=beat.cache_used,
+            oldest_s=beat.oldest_s,
+            idle_s=beat.idle_s,
+        )
+
+    @property
+    def known(self) -> bool:
+        """Whether the orchestrator knows us, as far as we know."""
+        return self._welcomed.is_set() and not self._unknown.is_set()
+
     # ---------------------------------------------------------------- versions
 
     async def _follow(self) -> None:
@@ -538,10 +576,11 @@ class RolloutWorker:
         finally:
             if self._state == "updating":
                 self._state = "serving"
-        self._pause_s = update.pause_s
+        self._pause_s, self.served_step = update.pause_s, local.step
         log.info("version served", version=local.version, step=local.step, pause_s=update.pause_s)
         await self._send(Credit(self._capacity, self.engine.version))
         self._beat_now.set()
+        self._say_now.set()  # also in the bucket, for who watches from there
         async with self._version_served:
             self._version_served.notify_all()
 
@@ -561,7 +600,17 @@ class RolloutWorker:
         pause_s = self.subscriber.config.beat_s
         while True:
             beat = ReaderBeat(
-                self.name, self.subscriber.needed_versions, 5 * pause_s, self.subscriber.lacks
+                self.name,
+                self.subscriber.needed_versions,
+                5 * pause_s,
+                self.subscriber.lacks,
+                cluster=self.config.cluster,
+                state=self._state,
+                version=self.engine.version,
+                fetching=self._fetching,
+                fetched_fraction=self._fetched,
+                tokens_per_s=self._speed.rate,
+                sync_bytes=self._sync_bytes,
             )
             try:
                 await in_daemon_thread(self._write_beat, beat)
@@ -626,13 +675,13 @@ class _Speed:
     """Tokens per second between two heartbeats."""
 
     def __init__(self) -> None:
-        self._tokens, self._at, self._rate = 0, time.monotonic(), 0.0
+        self._tokens, self._at, self.rate = 0, time.monotonic(), 0.0
 
     def measure(self, tokens: int, now: float) -> float:
         if now - self._at > 0.5:  # a heartbeat out of turn comes too soon after another to measure by
-            self._rate = max(0, tokens - self._tokens) / (now - self._at)
+            self.rate = max(0, tokens - self._tokens) / (now - self._at)
             self._tokens, self._at = tokens, now
-        return self._rate
+        return self.rate
 
 
 # ---------------------------------------------------------------- the process
@@ -647,16 +696,18 @@ def run_worker(
     store: StoreConfig,
     weights: WeightsConfig,
     key: ClientKey | None = None,
+    metrics: str = "",
 ) -> int:
     """Run a worker until the run is over or it is told to stop; the exit status. Blocking: the entry of the
     process. An empty `worker_id` means host, pid and chance. With a key, the worker is called by the key's name, or
-    NAME/… where that is not its id. Raises the error that made it impossible to go on."""
+    NAME/… where that is not its id. `metrics`: where to answer Prometheus; empty: nowhere.
+    Raises the error that made it impossible to go on."""
     name = worker_id or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
     if key is not None and name != key.name and not name.startswith(f"{key.name}/"):
         name = f"{key.name}/{name}"
     opened = open_store(store_url, store)
     try:
-        asyncio.run(_live(name, opened, orchestrator_address, rollout, weights, key))
+        asyncio.run(_live(name, opened, orchestrator_address, rollout, weights, key, metrics))
     finally:
         opened.close()
     return 0
@@ -669,6 +720,7 @@ async def _live(
     config: RolloutConfig,
     weights: WeightsConfig,
     key: ClientKey | None,
+    metrics: str,
 ) -> None:
     ending = Ending()
     loop = asyncio.get_running_loop()
@@ -682,17 +734,23 @@ async def _live(
         engine = make_engine(config)
         dialer = ZmqDialer(address, name, key=key)
         subscriber = Subscriber(store, run, cache, weights)
+        worker = RolloutWorker(
+            name=name,
+            run=run,
+            subscriber=subscriber,
+            engine=engine,
+            dialer=dialer,
+            config=config,
+            ending=ending,
+        )
+        exporter = None
         try:
-            await RolloutWorker(
-                name=name,
-                run=run,
-                subscriber=subscriber,
-                engine=engine,
-                dialer=dialer,
-                config=config,
-                ending=ending,
-            ).run()
+            if metrics:
+                exporter = Exporter(metrics, ExportedWorker(loop, worker))
+            await worker.run()
         finally:
+            if exporter is not None:
+                await asyncio.to_thread(exporter.close)  # it may be waiting for this very loop
             await engine.close()
             await dialer.close()
             subscriber.close()

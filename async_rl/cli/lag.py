@@ -69,9 +69,11 @@ def command(
     A worker that is gone, or serves no version yet, does not count for --fail-over: it generates nothing. One
     whose lag is unknown does.
     """
-    with _from_store(store_url) if store_url else _from_orchestrator(
-        orchestrator, key_file, server_key
-    ) as look:
+    with (
+        _from_store(store_url)
+        if store_url
+        else _from_orchestrator(orchestrator, key_file, server_key) as look
+    ):
         views = _views(look, watch, STORE_REFRESH_S if store_url else REFRESH_S)
         if as_json:
             _follow(views, fail_over, lambda view: click.echo(msgspec.json.encode(view).decode()))

@@ -33,7 +33,7 @@ def render_view(view: View) -> RenderableType:
     if not view.workers:
         parts.append(Text("no rollout worker has connected yet", style="yellow"))
         return Group(*parts)
-    if len(view.clusters) > 1:
+    if len(view.workers) > 1:
         parts.append(_clusters(view))
     parts.append(_workers(view))
     return Group(*parts)
@@ -64,7 +64,9 @@ def _summary(view: View) -> Table:
     for name, said in _told_by_orchestrator(view):
         table.add_row(name, said)
     if view.source.partition("://")[0] in ("s3", "file"):
-        table.add_row("source", Text(f"{view.source}: what only the orchestrator knows is not shown", style="dim"))
+        table.add_row(
+            "source", Text(f"{view.source}: what only the orchestrator knows is not shown", style="dim")
+        )
     if view.note:
         table.add_row("note", Text(view.note, style="yellow"))
     return table
@@ -175,23 +177,34 @@ def _clusters(view: View) -> Table:
 
 
 def _workers(view: View) -> Table:
-    columns = ("version", "lag", "behind", "age", "tokens/s", "in flight", "cache", "done", "synced", "last seen")
-    table = _table(("worker", "cluster", "state"), columns)
+    """Narrow enough for a terminal of 80 columns as long as there is one cluster; --json has every field."""
+    clusters, caches = len(view.clusters) > 1, any(each.cache_used for each in view.workers)
+    left = ("worker", *(["cluster"] if clusters else []), "state")
+    right = (
+        "version",
+        "lag",
+        "behind",
+        "tokens/s",
+        "in flight",
+        *(["cache"] if caches else []),
+        "done",
+        "seen",
+    )
+    table = _table(left, right)
+    table.columns[len(left) - 1].no_wrap = True
     for each in view.workers:
         table.add_row(
             each.worker,
-            each.cluster if each.cluster is not None else "-",
+            *([each.cluster if each.cluster is not None else "-"] if clusters else []),
             _why(each),
             _n(each.version),
             _lag(each.lag, view.max_lag),
             _behind(each),
-            duration(each.age_s),
             _n(each.tokens_per_s),
             "-" if each.leases is None else f"{each.leases} ({_n(each.running)}+{_n(each.queued)})",
-            f"{each.cache_used:.0%}" if each.cache_used else "-",
+            *([f"{each.cache_used:.0%}" if each.cache_used else "-"] if caches else []),
             _n(each.groups_done),
-            _bytes(each.sync_bytes),
-            f"{duration(each.last_seen_s)} ago",
+            duration(each.last_seen_s),
         )
     return table
 
@@ -220,9 +233,10 @@ def _versions(cluster: ClusterView) -> str:
 
 
 def _behind(each: ClusterView | WorkerView) -> str:
+    """In versions, and for how long."""
     if each.lag_versions is None:
         return "-"
-    return "0" if not each.lag_versions else f"{each.lag_versions} versions, {duration(each.lag_s)}"
+    return "0" if not each.lag_versions else f"{each.lag_versions}, {duration(each.lag_s)}"
 
 
 def _lag(lag: int | None, max_lag: int | None) -> Text:

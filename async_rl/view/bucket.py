@@ -137,7 +137,9 @@ class BucketWatch:
                 self._ahead_s, self._note = store_now(self._store) - ours, ""
             except AccessDenied:  # one who watches need not be allowed to write
                 self._ahead_s = 0.0
-                self._note = "ages are by this machine's clock: the store did not take an object to tell its own"
+                self._note = (
+                    "ages are by this machine's clock: the store did not take an object to tell its own"
+                )
         latest = max((seen.modified for seen in beats), default=0.0)
         return max(ours + self._ahead_s, latest, self._committed[self._order[-1]] if self._order else 0.0)
 

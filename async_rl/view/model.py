@@ -224,7 +224,9 @@ def _cluster(name: str, members: list[WorkerView]) -> ClusterView:
         oldest_version=min(versions, default=None),
         newest_version=max(versions, default=None),
         lag=max((each.lag for each in here if each.lag is not None), default=None),
-        lag_versions=max((each.lag_versions for each in here if each.lag_versions is not None), default=None),
+        lag_versions=max(
+            (each.lag_versions for each in here if each.lag_versions is not None), default=None
+        ),
         lag_s=max((each.lag_s for each in here if each.lag_s is not None), default=None),
         tokens_per_s=_sum(each.tokens_per_s for each in here),
         sync_bytes=_sum(each.sync_bytes for each in members),

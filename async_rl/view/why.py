@@ -48,7 +48,11 @@ def why(worker: WorkerView, heartbeat_s: float | None) -> str:
     """One of REASONS. `heartbeat_s`: how often it should be heard from; None where nothing is promised."""
     if worker.state in ("gone", "draining"):
         return worker.state
-    if heartbeat_s and worker.last_seen_s is not None and worker.last_seen_s > SILENT_HEARTBEATS * heartbeat_s:
+    if (
+        heartbeat_s
+        and worker.last_seen_s is not None
+        and worker.last_seen_s > SILENT_HEARTBEATS * heartbeat_s
+    ):
         return "silent"
     if worker.state == "starting":
         return "starting"

@@ -342,7 +342,7 @@ def test_a_worker_beyond_the_limit_or_gone_or_fetching_can_be_told_at_a_glance()
     text = out.getvalue()
     assert "fetching 2 40%" in text and "100" in text
     lines = [line.split() for line in text.splitlines() if line.startswith("slow")]
-    assert [line[:6] for line in lines] == [["slow", "here", "not", "fetching", "1", "4"]]
+    assert [line[:5] for line in lines] == [["slow", "not", "fetching", "1", "4"]]
 
 
 # ---------------------------------------------------------------- with keys
