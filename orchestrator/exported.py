@@ -1,4 +1,4 @@
-"""The orchestrator for the exporter: its Status, taken in its own loop. A loop that does not answer is not healthy."""
+"""The orchestrator for the exporter: its Status, taken in its own loop. A loop that hangs is not healthy."""
 
 from __future__ import annotations
 
