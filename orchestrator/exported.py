@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 
 from async_rl.exporter import Health
 from async_rl.gauges import Reading, of_view
+from async_rl.threads import ask_loop
 from async_rl.view.model import View, of_status
 from async_rl.wire import Status
 
@@ -43,14 +44,6 @@ class ExportedStatus:
         return Health(True, "", facts)
 
     def _look(self) -> View:
-        async def look() -> Status:
-            return self._status()
-
-        future = asyncio.run_coroutine_threadsafe(look(), self._loop)
-        try:
-            view = of_status(future.result(ANSWER_S))
-        except TimeoutError:
-            future.cancel()
-            raise
+        view = of_status(ask_loop(self._loop, self._status, ANSWER_S))
         self._run = view.run
         return view

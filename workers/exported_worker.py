@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from async_rl.exporter import Health
 from async_rl.gauges import Reading, of_worker
+from async_rl.threads import ask_loop
 
 if TYPE_CHECKING:
     from workers.rollout import RolloutWorker
@@ -16,8 +17,6 @@ __all__ = ["ExportedWorker"]
 
 ANSWER_S = 2.0
 """For the loop to come by; it is never busy for long, the engine and the store have threads of their own."""
-
-T = TypeVar("T")
 
 
 class ExportedWorker:
@@ -32,12 +31,12 @@ class ExportedWorker:
 
     def readings(self) -> Iterable[Reading]:
         """Raises TimeoutError where the loop does not answer."""
-        return list(of_worker(self._in_loop(self._worker.picture)))
+        return list(of_worker(ask_loop(self._loop, self._worker.picture, ANSWER_S)))
 
     def health(self) -> Health:
         """A worker that serves while the orchestrator is away is well: it waits for it by itself."""
         try:
-            view = self._in_loop(self._worker.picture)
+            view = ask_loop(self._loop, self._worker.picture, ANSWER_S)
         except TimeoutError:
             return Health(False, f"the worker's loop has not answered for {ANSWER_S:g} s")
         facts = {
@@ -51,14 +50,3 @@ class ExportedWorker:
         if view.state not in ("serving", "updating"):
             return Health(False, f"it does not serve: {view.state}", facts)
         return Health(True, "", facts)
-
-    def _in_loop(self, function: Callable[[], T]) -> T:
-        async def call() -> T:
-            return function()
-
-        future = asyncio.run_coroutine_threadsafe(call(), self._loop)
-        try:
-            return future.result(ANSWER_S)
-        except TimeoutError:
-            future.cancel()
-            raise

@@ -184,6 +184,7 @@ class RolloutWorker:
             following = self.ending.background(self._follow())
             await self._send(Credit(self._capacity, self.engine.version))
             self._beat_now.set()
+            self._say_now.set()
             await self.ending.wait()  # waits for: Drain, SIGTERM, or a failure
         except Over as over:
             log.info("leaving", reason=str(over), leases=len(self._work))

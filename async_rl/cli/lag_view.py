@@ -212,7 +212,7 @@ def _workers(view: View) -> Table:
 def _why(worker: WorkerView) -> Text:
     """Why it lags; where it does not, its state."""
     style, said = _STYLES.get(worker.why, "cyan"), worker.why
-    if worker.why in ("current", "unknown"):
+    if worker.why in ("", "current", "unknown"):
         said = worker.state or "unknown"
     if worker.why == "fetching":
         said = f"fetching {worker.fetching_version}"
