@@ -1,4 +1,4 @@
-"""Live processes' metrics and health over HTTP, and a worker's word in the bucket, as `async-rl lag --store` shows it."""
+"""Live processes over HTTP, and a worker's word in the bucket as `async-rl lag --store` shows it."""
 
 from __future__ import annotations
 
