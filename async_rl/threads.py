@@ -9,9 +9,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
-__all__ = ["Lookout", "give_way", "in_daemon_thread"]
+__all__ = ["Lookout", "ask_loop", "give_way", "in_daemon_thread"]
 
 T = TypeVar("T")
 
@@ -49,6 +50,28 @@ async def in_daemon_thread(function: Callable[..., T], *args: Any) -> T:
 
     threading.Thread(target=run, name=getattr(function, "__name__", "work"), daemon=True).start()
     return await done
+
+
+def ask_loop(loop: asyncio.AbstractEventLoop, function: Callable[[], T], limit_s: float) -> T:
+    """Call `function` in `loop`, from a thread that is not the loop's. Raises TimeoutError where the loop does not
+    come by within the limit (it hangs, or has ended), and what the function raises."""
+    done: Future[T] = Future()
+
+    def run() -> None:
+        if done.set_running_or_notify_cancel():
+            try:
+                done.set_result(function())
+            except BaseException as error:  # noqa: BLE001  (handed to the thread that asked)
+                done.set_exception(error)
+
+    try:
+        loop.call_soon_threadsafe(run)
+    except RuntimeError as error:
+        raise TimeoutError("the loop has ended") from error
+    try:
+        return done.result(limit_s)
+    finally:
+        done.cancel()
 
 
 class Lookout(Generic[T]):

@@ -375,6 +375,13 @@ class WorkerStatus(Struct, frozen=True, array_like=True):
     sync_bytes: int
     pause_s: float
     last_seen_s: float  # ago
+    lag_versions: int = -1  # versions committed after the one that it serves; -1 while unknown
+    lag_s: float = -1.0  # since the first of them was committed: out of date for so long; -1 while unknown
+    cache_used: float = 0.0  # these three as in Heartbeat
+    oldest_s: float = 0.0
+    idle_s: float = 0.0
+    capacity: int = 0  # leases that it can hold
+    serving_s: float = 0.0  # since it began to serve, as far as we have seen
 
 
 class Standing(Struct, frozen=True, array_like=True):
@@ -415,6 +422,11 @@ class Status(Struct, frozen=True, array_like=True, tag="status"):
     dead_letters: tuple[tuple[str, str], ...] = ()  # (key, last reason), newest last
     refused: dict[str, int] = {}  # messages and groups that were not accepted, by reason
     standings: tuple[Standing, ...] = ()  # of the workers that something is known about
+    heartbeat_s: float = 2.0
+    trainer_waited_s: float = 0.0  # for batches since it attached, the wait that goes on now included
+    trainer_here_s: float = 0.0  # since it attached
+    batch_waits_for: str = ""  # what the trainer's request waits for; empty: it has none
+    leasing_waits_for: str = ""  # why one that serves the newest version gets no lease; empty: it would
 
 
 FromWorker: TypeAlias = Hello | Credit | Heartbeat | GroupDone | Failed | Bye

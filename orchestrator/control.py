@@ -9,7 +9,7 @@ message or a moment goes in, the messages to send come out, so a whole run can b
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeAlias, cast
 
 from async_rl.envs.base import Environment, EnvironmentConfig
@@ -96,8 +96,10 @@ class Control:
         now: float,
         journal: Journal,
         rescoring_salt: str | None = None,
+        turned_away: Mapping[str, int] | None = None,
     ) -> None:
-        """`rescoring_salt`: chooses the groups that are scored again; None: there is nobody to do it."""
+        """`rescoring_salt`: chooses the groups that are scored again; None: there is nobody to do it. `turned_away`:
+        connections that the listener's door refuses, by reason; counted there, shown in Status."""
         self._environment = environment
         self._config = config
         self._evaluation = evaluation
@@ -122,6 +124,7 @@ class Control:
         self._rescoring_salt = rescoring_salt
         self._rescorings: list[Rescoring] = []
         self._suspects: set[str] = set()  # so that each is logged once
+        self._turned_away = turned_away if turned_away is not None else {}
         self._ledger = GroupLedger(config, journal, lease_ids)
         self._spool = journal.where
         self._session: Session | None = None
@@ -544,7 +547,7 @@ class Control:
             return
         formed = session.ledger.form_batch(now)
         self._tally.batch(formed)
-        session.asked = None
+        session.waited_s, session.asked = session.waited(now), None
         session.last_batch = self._batch(session, formed, now - asked.since)
         self._send(session.peer, session.last_batch)
 
@@ -617,6 +620,7 @@ class Control:
     # ---------------------------------------------------------------- out
 
     def status(self, now: float) -> Status:
+        """One consistent picture; changes nothing."""
         return status_of(
             self._session,
             self._ledger,
@@ -626,6 +630,7 @@ class Control:
             self._config,
             self._started,
             now,
+            self._turned_away,
         )
 
     def _send(self, peer: bytes, message: AnyMessage) -> None:

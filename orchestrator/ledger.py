@@ -261,6 +261,17 @@ class GroupLedger:
             and self.buffered_bytes < self._config.buffer_bytes
         )
 
+    def leasing_waits_for(self, version: int, now: float) -> str:
+        """Why `may_lease` says no; empty where it says yes."""
+        limit = self.admitted_limit(version)
+        if now < self._slow_until:
+            return f"{self._failures_in_a_row} failures in a row: leasing is slowed down"
+        if self.slots_in_use >= limit:
+            return f"the trainer: {self.slots_in_use} of {limit} groups are admitted"
+        if self.buffered_bytes >= self._config.buffer_bytes:
+            return f"room in the buffer: it holds {self.buffered_bytes} bytes"
+        return ""
+
     def progress(self, report: LeaseProgress, worker: str, now: float) -> None:
         self._pool.progress(report, worker, now)
 

@@ -42,6 +42,7 @@ class Worker(msgspec.Struct):
     groups_done: int = 0
     served: int = 0  # number of the last lease it was given, for the order among equals
     gone_since: float | None = None
+    served_since: float | None = None  # when it was first seen to serve
 
     @property
     def takes_leases(self) -> bool:
@@ -90,7 +91,10 @@ class Roster:
         return worker
 
     def beat(self, worker: Worker, beat: Heartbeat) -> None:
+        """What it was last seen at, `last_seen`, is set before."""
         worker.beat, worker.version, worker.state = beat, beat.version, beat.state
+        if worker.served_since is None and beat.state in ("serving", "updating"):
+            worker.served_since = worker.last_seen
 
     def silent(self, now: float) -> list[Worker]:
         """Workers that have just become gone. Forgets those that have been gone for long."""

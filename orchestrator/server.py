@@ -16,12 +16,14 @@ from pathlib import Path
 
 from async_rl.envs.base import Environment, EnvironmentConfig, is_deterministic
 from async_rl.errors import StoreUnavailable
+from async_rl.exporter import Exporter
 from async_rl.log import get_logger
 from async_rl.transport.allowed import Allowed, Keyring
 from async_rl.transport.base import Listener, Received, from_here
 from async_rl.transport.zmq import ZmqListener
 from orchestrator.config import EvalConfig, OrchestratorConfig, SamplingConfig, check_bind
 from orchestrator.control import Control, Outgoing
+from orchestrator.exported import ExportedStatus
 from orchestrator.prompts import check_prompts
 from orchestrator.rescoring import Rescorer
 from orchestrator.spool import Journal, Spool
@@ -144,13 +146,15 @@ def run_orchestrator(
     trainer_key: str = "",
     judge: Environment | None = None,
     model: Path | None = None,
+    metrics: str = "",
 ) -> None:
     """Serve one run until it is finished, or until SIGTERM or SIGINT. Blocking: the entry of the process.
 
     `address_file`: where to write the address for this machine's processes, for a parent that asked for
     port 0. `trainer_key`: the public key of the trainer that starts us, allowed beside those in
     orchestrator.keys. `judge`: the same environment once more, for itself, to score a sample of groups again; None:
-    nothing is. `model`: a folder with its tokenizer.json, to read their tokens with.
+    nothing is. `model`: a folder with its tokenizer.json, to read their tokens with. `metrics`: where to answer
+    Prometheus; empty: nowhere.
 
     Raises ConfigError where the address is taken, can't be bound, or could be reached from
     other machines without leave, the keys or the spool can't be used, or the prompts can't be read;
@@ -167,6 +171,7 @@ def run_orchestrator(
         if judge is not None and is_deterministic(judge) and config.verify.rescore_share:
             fits = token_reader(model) if model is not None else None
             rescorer = Rescorer(judge, timeout_s=config.verify.rescore_timeout_s, fits=fits)
+        exporter: Exporter | None = None
         try:
             journal = Spool(spool, fsync=config.fsync)
             now = time.monotonic()
@@ -183,7 +188,11 @@ def run_orchestrator(
                 now=now,
                 journal=journal,
                 rescoring_salt=secrets.token_hex(16) if rescorer is not None else None,
+                turned_away=keyring.turned_away if keyring is not None else None,
             )
+            if metrics:
+                loop = asyncio.get_running_loop()
+                exporter = Exporter(metrics, ExportedStatus(loop, lambda: control.status(time.monotonic())))
             records = control.restore(journal.replay(), now)
             log.info("spool opened", folder=str(spool), records=records, damaged=journal.damaged)
             stop = asyncio.Event()
@@ -202,6 +211,8 @@ def run_orchestrator(
             )
             log.info("run finished" if control.finished else "orchestrator stopped")
         finally:
+            if exporter is not None:
+                await asyncio.to_thread(exporter.close)  # it may be waiting for this very loop
             await listener.close()
             if rescorer is not None:
                 rescorer.close()

@@ -43,7 +43,8 @@ class Session:
     ) -> None:
         self.attach = attach
         self.peer = peer
-        self.heard = now
+        self.heard = self.since = now
+        self.waited_s = 0.0  # of the requests for batches that were answered
         self.step = attach.step  # optimizer steps done, as far as the trainer has told
         self.ledger = ledger
         self.versions = ledger.versions = Versions(ledger.tree, attach.version, now)
@@ -74,6 +75,10 @@ class Session:
         if self.finish_by is not None:
             return "finishing"
         return "waiting" if self.asked is not None else "training"
+
+    def waited(self, now: float) -> float:
+        """Seconds for which the trainer has waited for batches, the wait that goes on now included."""
+        return self.waited_s + (now - self.asked.since if self.asked is not None else 0.0)
 
     def leases(self, worker: str) -> int:
         return self.ledger.pool.count(worker) + self.evals.pool.count(worker)

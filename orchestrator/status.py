@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from async_rl.wire import Standing, Status, WorkerStatus
 from orchestrator.conduct import Conduct
 from orchestrator.config import OrchestratorConfig
@@ -25,8 +27,9 @@ def status_of(
     config: OrchestratorConfig,
     started: float,
     now: float,
+    turned_away: Mapping[str, int],
 ) -> Status:
-    """`session`: None before a trainer has attached."""
+    """`session`: None before a trainer has attached. `turned_away`: connections, by reason."""
     versions = session.versions if session else None
     step = max(session.step, session.versions.newest_step) if session else 0
     return Status(
@@ -56,8 +59,13 @@ def status_of(
         ),
         uptime_s=now - started,
         dead_letters=tuple(ledger.dead_letters)[-DEAD_LETTERS_SHOWN:],
-        refused=dict(tally.refused),
+        refused=tally.refused | {f"connection_{why}": n for why, n in dict(turned_away).items()},
         standings=_standings(ledger, roster, conduct, now),
+        heartbeat_s=config.heartbeat_s,
+        trainer_waited_s=session.waited(now) if session else 0.0,
+        trainer_here_s=now - session.since if session else 0.0,
+        batch_waits_for=ledger.readiness(now).reason if session and session.asked else "",
+        leasing_waits_for=_leasing_waits_for(session, ledger, now),
     )
 
 
@@ -76,12 +84,21 @@ def _standings(ledger: GroupLedger, roster: Roster, conduct: Conduct, now: float
     return tuple(kept + [each for each in others if each.state != "unjudged" or each.groups])
 
 
+def _leasing_waits_for(session: Session | None, ledger: GroupLedger, now: float) -> str:
+    if session is None:
+        return "a trainer"
+    if session.finish_by is not None:
+        return "nothing: the run has ended"
+    return ledger.leasing_waits_for(session.versions.newest, now)
+
+
 def _worker_status(
     worker: Worker, leases: int, step: int, versions: Versions | None, now: float
 ) -> WorkerStatus:
     held = versions.step_of(worker.version) if versions is not None else None
     age_s = versions.age_s(worker.version, now) if versions is not None else None
-    beat = worker.beat
+    behind = versions.behind(worker.version, now) if versions is not None else None
+    beat, seen = worker.beat, worker.last_seen
     return WorkerStatus(
         worker=worker.name,
         cluster=worker.cluster,
@@ -98,5 +115,12 @@ def _worker_status(
         groups_done=worker.groups_done,
         sync_bytes=beat.sync_bytes if beat else 0,
         pause_s=beat.pause_s if beat else 0.0,
-        last_seen_s=now - worker.last_seen,
+        last_seen_s=now - seen,
+        lag_versions=-1 if behind is None else behind[0],
+        lag_s=-1.0 if behind is None else behind[1],
+        cache_used=beat.cache_used if beat else 0.0,
+        oldest_s=beat.oldest_s if beat else 0.0,
+        idle_s=beat.idle_s if beat else 0.0,
+        capacity=worker.capacity,
+        serving_s=0.0 if worker.served_since is None else seen - worker.served_since,
     )

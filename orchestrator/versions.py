@@ -7,7 +7,7 @@ what both have in common; from here it looks like one of this branch with the st
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 
 from async_rl.algo.staleness import Tree, version_lag
 
@@ -72,6 +72,19 @@ class Versions:
         """Seconds since we heard that the version was committed."""
         since = self._since.get(version)
         return None if since is None else now - since
+
+    def behind(self, version: int, now: float) -> tuple[int, float] | None:
+        """How many versions were committed after `version`, and for how long the first of them has been there, in
+        seconds, as far as we heard. None: not a version of this run, or not yet published."""
+        if self.step_of(version) is None:
+            return None
+        at = bisect_right(self._order, version)
+        if at == len(self._order):
+            return 0, 0.0
+        earlier, parent = 0, self._tree[self._order[0]].parent  # of the lives before, on our branch
+        while at == 0 and parent > version and parent in self._tree:
+            earlier, parent = earlier + 1, self._tree[parent].parent
+        return len(self._order) - at + earlier, now - self._since[self._order[at]]
 
     def _count(self, version: int) -> int | None:
         if version > self.newest:

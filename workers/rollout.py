@@ -27,6 +27,8 @@ from async_rl.errors import AsyncRLError, EngineError, Malformed, Refused, WaitT
 from async_rl.log import get_logger
 from async_rl.threads import in_daemon_thread
 from async_rl.transport.base import Dialer
+from async_rl.view.model import WorkerView
+from async_rl.weights.readers import ReaderBeat
 from async_rl.weights.run import RunInfo
 from async_rl.weights.subscriber import LocalVersion, Subscriber
 from async_rl.wire import (
@@ -89,7 +91,7 @@ class RolloutWorker:
         self._phase: Literal["starting", "serving", "draining"] = "starting"
         self._settings: RunSettings | None = None
         self._rewards = Rewards(config.reward_timeout_s, config.reward_parallel)
-        self.needs = Needs(name, subscriber)
+        self.needs = Needs(name, subscriber, self._reader_beat)
         self.following = Following(subscriber, engine, served=self._on_served, lacking=self.needs.say_now)
         self.leases = Leases(
             name, engine, ending, self._rewards, send=self._send, reach=self.following.reach
@@ -110,6 +112,7 @@ class RolloutWorker:
         self._refusal = ""
         self._beat_now = asyncio.Event()
         self._speed = _Speed()
+        self._newest = (-1, -1)  # version and step, as announced
 
     async def run(self) -> None:
         """The whole life. Returns after a graceful end; raises what made it impossible to go on."""
@@ -131,6 +134,7 @@ class RolloutWorker:
             following = self.ending.background(self.following.follow())
             self.ending.background(self.credits.watch())
             self._beat_now.set()
+            self.needs.say_now.set()
             await self.ending.wait()  # waits for: Drain, SIGTERM, or a failure
         except Over as over:
             log.info("leaving", reason=str(over), leases=len(self.leases))
@@ -154,6 +158,7 @@ class RolloutWorker:
         log.info("engine starting", engine=self.config.engine, version=local.version)
         began = time.monotonic()
         await self.engine.start(folder, local.version)
+        self.following.served_step = local.step
         log.info("engine ready", version=local.version, took_s=time.monotonic() - began)
 
     @property
@@ -163,6 +168,7 @@ class RolloutWorker:
     async def _on_served(self) -> None:
         await self.credits.say()
         self._beat_now.set()
+        self.needs.say_now.set()  # also in the bucket, for who watches from there
 
     async def _leave(self, reason: str, *, finish_s: float) -> None:
         """Finish what is being generated within `finish_s`, give back the rest, say goodbye."""
@@ -198,7 +204,8 @@ class RolloutWorker:
                 case Nack(lease=lease, key=key, reason=reason):
                     log.warning("group refused", key=key, reason=reason)
                     self.leases.settle(lease)
-                case Announce(version=version):
+                case Announce(version=version, step=step):
+                    self._newest = max(self._newest, (version, step))
                     if version > self.engine.version:
                         self.following.look_now.set()
                 case Cancel(leases=leases, reason=reason):
@@ -310,15 +317,63 @@ class RolloutWorker:
             finished=self.leases.finished,
         )
 
+    def _reader_beat(self) -> ReaderBeat:
+        following = self.following
+        return ReaderBeat(
+            self.name,
+            self.subscriber.needed_versions,
+            5 * self.subscriber.config.beat_s,
+            self.subscriber.lacks,
+            cluster=self.config.cluster,
+            state=self._state,
+            version=self.engine.version,
+            fetching=following.fetching,
+            fetched_fraction=following.fetched,
+            tokens_per_s=self._speed.rate,
+            sync_bytes=following.sync_bytes,
+        )
+
+    def picture(self) -> WorkerView:
+        """For exporters, as the orchestrator would show it. Unknown where the worker itself can't know: how far it is
+        behind before anybody has announced a version to it."""
+        beat, serving = self._heartbeat(), self.engine.version >= 0
+        version, step = self._newest
+        served_step = self.following.served_step
+        known = serving and served_step >= 0 and version >= 0
+        return WorkerView(
+            worker=self.name,
+            cluster=self.config.cluster,
+            state=self._state,
+            version=self.engine.version if serving else None,
+            lag=max(0, step - served_step) if known else None,
+            fetching_version=beat.fetching_version if beat.fetching_version >= 0 else None,
+            fetched_fraction=beat.fetched_fraction if beat.fetching_version >= 0 else None,
+            tokens_per_s=beat.tokens_per_s,
+            leases=len(self.leases),
+            capacity=self.credits.level,
+            running=beat.running,
+            queued=beat.queued,
+            sync_bytes=beat.sync_bytes,
+            pause_s=beat.pause_s,
+            cache_used=beat.cache_used,
+            oldest_s=beat.oldest_s,
+            idle_s=beat.idle_s,
+        )
+
+    @property
+    def known(self) -> bool:
+        """Whether the orchestrator knows us, as far as we know."""
+        return self._welcomed.is_set() and not self._unknown.is_set()
+
 
 class _Speed:
     """Tokens per second between two heartbeats."""
 
     def __init__(self) -> None:
-        self._tokens, self._at, self._rate = 0, time.monotonic(), 0.0
+        self._tokens, self._at, self.rate = 0, time.monotonic(), 0.0
 
     def measure(self, tokens: int, now: float) -> float:
         if now - self._at > 0.5:  # a heartbeat out of turn comes too soon after another to measure by
-            self._rate = max(0, tokens - self._tokens) / (now - self._at)
+            self.rate = max(0, tokens - self._tokens) / (now - self._at)
             self._tokens, self._at = tokens, now
-        return self._rate
+        return self.rate

@@ -62,6 +62,11 @@ class Credits:
     def begun(self) -> bool:
         return self._control is not None
 
+    @property
+    def level(self) -> int | None:
+        """Leases that it offers to hold; None before it begins."""
+        return self._control.level if self._control is not None else None
+
     async def watch(self) -> None:
         """Waits for: the next look. Says the level where it has changed, and now and then where it has not."""
         while not self._ended:

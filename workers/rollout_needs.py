@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+from collections.abc import Callable
 
 from async_rl.errors import StoreError
 from async_rl.log import get_logger
@@ -24,22 +25,21 @@ class Needs:
     """Garbage collection goes by what is said here, and so can a trainer whose last way was lost; without it this
     worker finds another path."""
 
-    def __init__(self, worker: str, subscriber: Subscriber) -> None:
+    def __init__(self, worker: str, subscriber: Subscriber, beat: Callable[[], ReaderBeat]) -> None:
+        """`beat`: what is to be said now."""
         self._worker = worker
         self._subscriber = subscriber
+        self._beat = beat
         self._writing = threading.Lock()  # one word about it at a time
         self._none = False
         self.say_now = asyncio.Event()
 
     async def say(self) -> None:
-        """Waits for: the next beat, or a version that can't be had."""
+        """Waits for: the next beat, a version that can't be had, or one that is served."""
         pause_s = self._subscriber.config.beat_s
         while True:
-            beat = ReaderBeat(
-                self._worker, self._subscriber.needed_versions, 5 * pause_s, self._subscriber.lacks
-            )
             try:
-                await in_daemon_thread(self._write, beat)
+                await in_daemon_thread(self._write, self._beat())
             except StoreError as error:
                 log.debug("the store does not know which versions are needed here", error=str(error))
             with contextlib.suppress(TimeoutError):

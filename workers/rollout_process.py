@@ -14,6 +14,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from async_rl.errors import ConfigError, WaitTimeout
+from async_rl.exporter import Exporter
 from async_rl.log import get_logger
 from async_rl.store import ObjectStore, StoreConfig, open_store
 from async_rl.threads import in_daemon_thread
@@ -25,6 +26,7 @@ from async_rl.weights.files import scratch_folder
 from async_rl.weights.run import RunInfo, find_run
 from async_rl.weights.subscriber import Subscriber
 from workers.engines import make_engine
+from workers.exported_worker import ExportedWorker
 from workers.rollout import RolloutWorker
 from workers.rollout_ending import LONGEST_PAUSE_S, Ending, Over, delays
 from workers.rollout_settings import RolloutConfig
@@ -47,6 +49,7 @@ def run_worker(
     store: StoreConfig,
     weights: WeightsConfig,
     key: ClientKey | None = None,
+    metrics: str = "",
 ) -> int:
     """Run a worker until the run is over or it is told to stop; the exit status. Blocking: the entry of the
     process. An empty `worker_id` means host, pid and chance. With a key, the worker is called by the key's name, or
@@ -55,7 +58,7 @@ def run_worker(
     name = worker_name(worker_id, key.name if key is not None else "")
     opened = open_store(store_url, store)
     try:
-        asyncio.run(_live(name, opened, orchestrator_address, rollout, weights, key))
+        asyncio.run(_live(name, opened, orchestrator_address, rollout, weights, key, metrics))
     finally:
         opened.close()
     return 0
@@ -87,6 +90,7 @@ async def _live(
     config: RolloutConfig,
     weights: WeightsConfig,
     key: ClientKey | None,
+    metrics: str,
 ) -> None:
     ending = Ending()
     loop = asyncio.get_running_loop()
@@ -100,18 +104,24 @@ async def _live(
         engine = make_engine(config)
         dialer = ZmqDialer(address, name, key=key)
         subscriber = Subscriber(store, run, cache, weights)
+        worker = RolloutWorker(
+            name=name,
+            run=run,
+            subscriber=subscriber,
+            engine=engine,
+            dialer=dialer,
+            config=config,
+            ending=ending,
+            why_silent=partial(why_silent, address),
+        )
+        exporter = None
         try:
-            await RolloutWorker(
-                name=name,
-                run=run,
-                subscriber=subscriber,
-                engine=engine,
-                dialer=dialer,
-                config=config,
-                ending=ending,
-                why_silent=partial(why_silent, address),
-            ).run()
+            if metrics:
+                exporter = Exporter(metrics, ExportedWorker(loop, worker))
+            await worker.run()
         finally:
+            if exporter is not None:
+                await asyncio.to_thread(exporter.close)  # it may be waiting for this very loop
             await engine.close()
             await dialer.close()
             subscriber.close()

@@ -47,6 +47,7 @@ class Following:
         self.fetched = 0.0
         self.sync_bytes = 0
         self.pause_s = 0.0
+        self.served_step = -1
 
     async def first(self, limit_s: float) -> LocalVersion:
         """Waits for: a committed version that can be fetched and verified."""
@@ -132,7 +133,7 @@ class Following:
             update = await to_the_end(self._engine.update(local.version, local.shards))
         finally:
             self.updating = False
-        self.pause_s = update.pause_s
+        self.pause_s, self.served_step = update.pause_s, local.step
         log.info("version served", version=local.version, step=local.step, pause_s=update.pause_s)
         await self._served()
         async with self._version_served:

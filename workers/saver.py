@@ -148,6 +148,11 @@ class Saver:
         if group.rank == 0:
             on_resumable(checkpoints.resumable_step(store))
 
+    @property
+    def saved(self) -> int | None:
+        """The step of the newest checkpoint; None where there is none."""
+        return self._saved if self._parent else None
+
     def step(self, progress: Progress) -> None:
         """A step is done, its weights are given to the publisher. Raises what stopped the checkpoint before on any
         rank, unless that is only the store being away."""

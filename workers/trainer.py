@@ -32,6 +32,7 @@ from async_rl.algo.losses import LossConfig
 from async_rl.algo.packing import pack
 from async_rl.algo.staleness import summarise
 from async_rl.errors import TrainingError
+from async_rl.exporter import Exporter, MetricsConfig
 from async_rl.log import get_logger
 from async_rl.store import ObjectStore, StoreConfig, open_store
 from async_rl.transport.keys import ClientKey
@@ -46,6 +47,7 @@ from async_rl.wire import PROTOCOL, Attach, Attached, Batch
 from workers import checkpoints
 from workers.batches import BatchFeed, Lineage, Prepared, prepare
 from workers.checkpoints import Checkpoint, Progress
+from workers.exported_trainer import ExportedTrainer
 from workers.learner import Learner, StepStats
 from workers.metrics import MetricsFile
 from workers.process_group import RankGroup, choose_device, rank_group
@@ -75,9 +77,10 @@ def run_rank(
     seed: int,
     resume: str,
     key: ClientKey | None = None,
+    metrics_config: MetricsConfig | None = None,
 ) -> None:
     """One rank of the trainer, from its start to the run's last step. `resume`: latest, never, or a step. `key`: for
-    an orchestrator that asks for one.
+    an orchestrator that asks for one. `metrics_config`: where rank 0 answers Prometheus; None: nowhere.
 
     Under torchrun every process calls it; without torchrun's environment it is the only rank.
     """
@@ -91,6 +94,7 @@ def run_rank(
         learner = Learner(model, trainer, loss, temperature=temperature, group=group, device=device)
         start = from_rank0(lambda: _take_run(bucket, Path(model.path), learner, resume), _Start)
 
+        exported = _export(stack, start, metrics_config) if group.rank == 0 else None
         lineage = Lineage()
         link = (
             TrainerLink(orchestrator_address, connect_timeout_s=trainer.attach_wait_s, key=key)
@@ -111,13 +115,17 @@ def run_rank(
                 learner.parameters(),
                 weights,
                 parent=start.parent_version,
-                on_commit=lambda manifest: _announce(manifest, lineage, link, upkeep, repeats),
+                on_commit=lambda manifest: _announce(
+                    manifest, lineage, link, upkeep, repeats, exported, publisher.publish_s
+                ),
             )
         )
         progress = _begin(bucket, group, learner, publisher, start, trainer)
         attached = from_rank0(
             lambda: _attach(link, bucket, lineage, start, progress, learner.vocab_size), Attached
         )
+        if exported is not None:
+            exported.attached(progress.step, attached.max_lag)
         feed = BatchFeed(
             group,
             link,
@@ -145,8 +153,21 @@ def run_rank(
         )
         metrics = stack.enter_context(MetricsFile(Path(trainer.out) if group.rank == 0 else None))
         progress = _train(
-            group, learner, publisher, feed, lineage, saver, repeats, metrics, trainer, attached, progress
+            group,
+            learner,
+            publisher,
+            feed,
+            lineage,
+            saver,
+            repeats,
+            metrics,
+            exported,
+            trainer,
+            attached,
+            progress,
         )
+        if exported is not None:
+            exported.finished()
 
         publisher.flush(step=progress.step)
         if link is not None and progress.step >= trainer.steps:
@@ -168,6 +189,7 @@ def _train(
     saver: Saver,
     repeats: Repeats | None,
     metrics: MetricsFile,
+    exported: ExportedTrainer | None,
     trainer: TrainerConfig,
     attached: Attached,
     progress: Progress,
@@ -223,6 +245,8 @@ def _train(
             **clock.metrics(),
         }
         metrics.write(line)
+        if exported is not None:
+            exported.step(line, trained.lags, saver.saved)
         if group.rank == 0:
             _log_step(line)
         if refused_in_a_row >= trainer.max_refused_steps:
@@ -330,8 +354,12 @@ def _announce(
     link: TrainerLink | None,
     upkeep: Upkeep | None,
     repeats: Repeats | None,
+    exported: ExportedTrainer | None,
+    publish_s: float,
 ) -> None:
     """A version is committed (rank 0, in the publisher's thread)."""
+    if exported is not None:
+        exported.committed(manifest, publish_s)
     lineage.committed(manifest.version, manifest.parent, manifest.step, manifest.digest)
     if link is not None:
         link.published(
@@ -341,6 +369,15 @@ def _announce(
         upkeep.committed(manifest)
     if repeats is not None:
         repeats.committed(manifest)
+
+
+def _export(stack: ExitStack, start: _Start, config: MetricsConfig | None) -> ExportedTrainer | None:
+    """None where nobody asked for it. Raises ConfigError where the address can't be had."""
+    if config is None or not config.trainer:
+        return None
+    exported = ExportedTrainer(start.run.run, start.claim.incarnation, config.stuck_s)
+    stack.enter_context(Exporter(config.trainer, exported))
+    return exported
 
 
 def prepare_torch(trainer: TrainerConfig, device: torch.device, seed: int) -> None:

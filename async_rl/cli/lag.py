@@ -1,25 +1,34 @@
-"""`async-rl lag`: how far the workers are behind the trainer, once, as it changes, or as JSON."""
+"""`async-rl lag`: how far the workers are behind the trainer, once, as it changes, or as JSON; from the orchestrator,
+or from the bucket alone."""
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import click
 import msgspec
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, RenderableType
 from rich.live import Live
-from rich.table import Table
-from rich.text import Text
 
+from async_rl.cli.lag_view import render_view
 from async_rl.cli.options import client_key, key_options
-from async_rl.transport.link import StatusLink
-from async_rl.wire import Status, WorkerStatus
+from async_rl.view.model import View, of_status, over
+from async_rl.wire import Status
 
-__all__ = ["command", "render"]
+__all__ = ["OVER", "command", "render"]
 
 REFRESH_S = 1.0
+STORE_REFRESH_S = 5.0
+"""From the bucket: a look costs a few requests, and workers write there every minute or so."""
 CONNECT_LIMIT_S = 5.0
+
+OVER = 3
+"""Exit status where a lag is over --fail-over. 1 and 2 are errors."""
+
+Look = Callable[[], View]
 
 
 @click.command("lag")
@@ -30,149 +39,97 @@ CONNECT_LIMIT_S = 5.0
     show_default=True,
     help="Its address; also read from ASYNC_RL_ORCHESTRATOR.",
 )
+@click.option(
+    "--store",
+    "store_url",
+    default="",
+    metavar="URL",
+    help="Look into the run's store instead, where the orchestrator can't be reached.",
+)
 @key_options
-@click.option("--watch", is_flag=True, help="Refresh every second, until Ctrl-C.")
+@click.option("--watch", is_flag=True, help="Refresh every second (5 with --store), until Ctrl-C.")
 @click.option("--json", "as_json", is_flag=True, help="One line of JSON per refresh.")
-def command(orchestrator: str, key_file: str, server_key: str, watch: bool, as_json: bool) -> None:
-    """Show the newest policy version and how far each rollout worker lags behind it."""
-    with StatusLink(orchestrator, client_key(key_file, server_key)) as link:
+@click.option(
+    "--fail-over",
+    type=click.IntRange(min=0),
+    metavar="STEPS",
+    help=f"Exit with status {OVER} when a worker lags by more optimizer steps; with --watch, as soon as one does.",
+)
+def command(
+    orchestrator: str,
+    store_url: str,
+    key_file: str,
+    server_key: str,
+    watch: bool,
+    as_json: bool,
+    fail_over: int | None,
+) -> None:
+    """Show the newest policy version and how far each rollout worker lags behind it, and why.
+
+    A worker that is gone, or serves no version yet, does not count for --fail-over: it generates nothing. One
+    whose lag is unknown does.
+    """
+    with (
+        _from_store(store_url)
+        if store_url
+        else _from_orchestrator(orchestrator, key_file, server_key) as look
+    ):
+        views = _views(look, watch, STORE_REFRESH_S if store_url else REFRESH_S)
         if as_json:
-            for status in _statuses(link, watch):
-                click.echo(
-                    msgspec.json.encode(msgspec.to_builtins(as_dict(status), str_keys=True)).decode()
-                )
+            _follow(views, fail_over, lambda view: click.echo(msgspec.json.encode(view).decode()))
         elif watch:
-            with Live(render(link.ask(CONNECT_LIMIT_S)), auto_refresh=False) as live:
+            first = next(views)
+            with Live(render_view(first), auto_refresh=False) as live:
                 try:
-                    for status in _statuses(link, watch):
-                        live.update(render(status), refresh=True)
+                    _check(first, fail_over)
+                    _follow(views, fail_over, lambda view: live.update(render_view(view), refresh=True))
                 except KeyboardInterrupt:
                     pass
         else:
-            Console().print(render(link.ask(CONNECT_LIMIT_S)))
+            _follow(views, fail_over, lambda view: Console().print(render_view(view)))
 
 
-def _statuses(link: StatusLink, watch: bool) -> Iterator[Status]:
-    yield link.ask(CONNECT_LIMIT_S)
+def _follow(views: Iterator[View], fail_over: int | None, show: Callable[[View], None]) -> None:
+    for view in views:
+        show(view)
+        _check(view, fail_over)
+
+
+def _check(view: View, fail_over: int | None) -> None:
+    """Ends the process where a lag is over the limit, and says whose."""
+    late = over(view, fail_over) if fail_over is not None else []
+    if late:
+        said = ", ".join(
+            f"{each.worker} {'by an unknown number' if each.lag is None else each.lag}" for each in late
+        )
+        click.echo(f"over {fail_over} optimizer steps behind: {said}", err=True)
+        sys.exit(OVER)
+
+
+def _views(look: Look, watch: bool, pause_s: float) -> Iterator[View]:
+    yield look()
     while watch:
-        time.sleep(REFRESH_S)
-        yield link.ask(CONNECT_LIMIT_S)
+        time.sleep(pause_s)
+        yield look()
 
 
-def as_dict(status: Status) -> dict[str, object]:
-    """With names: on the wire the fields travel as arrays."""
-    fields = msgspec.structs.asdict(status)
-    fields["workers"] = [msgspec.structs.asdict(worker) for worker in status.workers]
-    fields["standings"] = [msgspec.structs.asdict(standing) for standing in status.standings]
-    fields["evals"] = [msgspec.structs.asdict(score) for score in status.evals]
-    return fields
+@contextmanager
+def _from_orchestrator(address: str, key_file: str, server_key: str) -> Iterator[Look]:
+    from async_rl.transport.link import StatusLink
+
+    with StatusLink(address, client_key(key_file, server_key)) as link:
+        yield lambda: of_status(link.ask(CONNECT_LIMIT_S), address)
 
 
-# ---------------------------------------------------------------- the picture
+@contextmanager
+def _from_store(url: str) -> Iterator[Look]:
+    from async_rl.cli.weights_common import opened
+    from async_rl.view.bucket import BucketWatch
+
+    with opened(url) as (store, run):
+        yield BucketWatch(store, run, url=url).look
 
 
 def render(status: Status) -> RenderableType:
     """A Status as something rich can print; `async-rl demo` shows the same."""
-    return Group(_summary(status), _workers(status))
-
-
-def _summary(status: Status) -> Table:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column()
-    table.add_row(
-        "run", f"{status.run or '-'}  incarnation {status.incarnation}, up {_duration(status.uptime_s)}"
-    )
-    table.add_row("trainer", f"step {status.step}, {status.trainer}")
-    table.add_row(
-        "newest version",
-        f"{status.newest_version} (step {status.newest_version_step}), "
-        f"{_duration(status.newest_version_age_s)} old"
-        if status.newest_version >= 0
-        else "none yet",
-    )
-    admitted = status.step * status.batch_groups + status.buffered + status.outstanding
-    table.add_row(
-        "groups",
-        f"{status.buffered}/{status.batch_groups} buffered, {status.outstanding} outstanding, "
-        f"{admitted}/{status.admitted_limit} admitted",
-    )
-    late = "red" if status.lag_max > status.max_lag else "green"
-    table.add_row(
-        "lag of trained samples",
-        Text.assemble(
-            f"p50 {status.lag_p50:.0f}  p95 {status.lag_p95:.0f}  max ",
-            (str(status.lag_max), late),
-            f"  (limit {status.max_lag}, in optimizer steps)",
-        ),
-    )
-    table.add_row("dropped", _counts(status.dropped))
-    if status.refused:
-        table.add_row("refused", _counts(status.refused))
-    reward = "-" if status.reward != status.reward else f"{status.reward:.3f}"
-    table.add_row("reward", f"last batch {reward}" + "".join(_scores(status)))
-    for standing in status.standings:
-        if standing.state in ("suspect", "quarantined"):
-            style = "red" if standing.state == "quarantined" else "yellow"
-            left = f" ({_duration(standing.left_s)} more)" if standing.state == "quarantined" else ""
-            table.add_row(standing.state, Text(f"{standing.worker}{left}: {standing.reason}", style=style))
-    for key, reason in status.dead_letters[-3:]:
-        table.add_row(
-            "given up", Text(f"{key}: {reason}", style="yellow", overflow="ellipsis", no_wrap=True)
-        )
-    return table
-
-
-def _scores(status: Status) -> Iterator[str]:
-    if status.evals:
-        yield "; held out: " + ", ".join(
-            f"v{score.version} {score.reward:.3f}" for score in status.evals[-5:]
-        )
-
-
-def _workers(status: Status) -> RenderableType:
-    if not status.workers:
-        return Text("no rollout worker has connected yet", style="yellow")
-    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
-    for name in ("worker", "cluster", "state"):
-        table.add_column(name)
-    for name in ("version", "lag", "age", "tokens/s", "in flight", "done", "last seen"):
-        table.add_column(name, justify="right")
-    for worker in status.workers:
-        table.add_row(
-            worker.worker,
-            worker.cluster,
-            _state(worker),
-            str(worker.version) if worker.version >= 0 else "-",
-            _lag(worker, status.max_lag),
-            _duration(worker.age_s) if worker.age_s >= 0 else "-",
-            f"{worker.tokens_per_s:.0f}",
-            f"{worker.leases} ({worker.running}+{worker.queued})",
-            str(worker.groups_done),
-            f"{_duration(worker.last_seen_s)} ago",
-        )
-    return table
-
-
-def _state(worker: WorkerStatus) -> Text:
-    if worker.fetching_version >= 0 and worker.state != "gone":
-        return Text(f"fetching {worker.fetching_version} {worker.fetched_fraction:.0%}", style="cyan")
-    style = {"serving": "green", "gone": "red", "draining": "yellow"}.get(worker.state, "cyan")
-    return Text(worker.state, style=style)
-
-
-def _lag(worker: WorkerStatus, max_lag: int) -> Text:
-    if worker.lag < 0:
-        return Text("-", style="dim")
-    return Text(str(worker.lag), style="red" if worker.lag > max_lag else "green")
-
-
-def _counts(counts: dict[str, int]) -> str:
-    return ", ".join(f"{reason} {count}" for reason, count in sorted(counts.items())) or "none"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(int(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+    return render_view(of_status(status))

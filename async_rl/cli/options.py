@@ -11,7 +11,14 @@ import click
 if TYPE_CHECKING:
     from async_rl.transport.keys import ClientKey
 
-__all__ = ["client_key", "key_options", "orchestrator_option", "set_option", "store_option"]
+__all__ = [
+    "client_key",
+    "key_options",
+    "metrics_option",
+    "orchestrator_option",
+    "set_option",
+    "store_option",
+]
 
 set_option = click.option(
     "--set",
@@ -37,6 +44,14 @@ orchestrator_option = click.option(
     envvar="ASYNC_RL_ORCHESTRATOR",
     metavar="tcp://HOST:PORT",
     help="The orchestrator's address. [env: ASYNC_RL_ORCHESTRATOR]",
+)
+
+metrics_option = click.option(
+    "--metrics",
+    "metrics_address",
+    default="",
+    metavar="ADDRESS",
+    help="Answer Prometheus (/metrics) and health checks (/health) here: PORT, on loopback, or HOST:PORT.",
 )
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -7,20 +7,25 @@ from pathlib import Path
 
 import click
 
-from async_rl.cli.options import set_option
+from async_rl.cli.options import metrics_option, set_option
 
 __all__ = ["command", "spool_folder"]
 
 
 @click.command("orchestrator")
 @click.argument("run_file", type=click.Path(path_type=Path))
+@metrics_option
 @set_option
 @click.option(
     "--address-file", type=click.Path(path_type=Path), hidden=True, help="Write the bound address here."
 )
 @click.option("--trainer-key", default="", hidden=True, help="Public key of the trainer that starts us.")
 def command(
-    run_file: Path, overrides: tuple[str, ...], address_file: Path | None, trainer_key: str
+    run_file: Path,
+    metrics_address: str,
+    overrides: tuple[str, ...],
+    address_file: Path | None,
+    trainer_key: str,
 ) -> None:
     """Lease prompts to workers, buffer their groups, hand batches to the trainer.
 
@@ -46,6 +51,7 @@ def command(
         trainer_key=trainer_key,
         judge=make_environment(config.environment),
         model=Path(config.model.path),
+        metrics=metrics_address or config.metrics.orchestrator,
     )
 
 

@@ -7,7 +7,14 @@ import sys
 
 import click
 
-from async_rl.cli.options import client_key, key_options, orchestrator_option, set_option, store_option
+from async_rl.cli.options import (
+    client_key,
+    key_options,
+    metrics_option,
+    orchestrator_option,
+    set_option,
+    store_option,
+)
 
 __all__ = ["command"]
 
@@ -21,6 +28,7 @@ __all__ = ["command"]
     default="",
     help="A name that stays the same across restarts (default: host, pid, chance). With a key, NAME/… of the key.",
 )
+@metrics_option
 @set_option
 def command(
     store_url: str,
@@ -28,6 +36,7 @@ def command(
     key_file: str,
     server_key: str,
     worker_id: str,
+    metrics_address: str,
     overrides: tuple[str, ...],
 ) -> None:
     """Generate rollouts with vLLM and send them to the orchestrator.
@@ -52,5 +61,6 @@ def command(
             store=store,
             weights=weights,
             key=key,
+            metrics=metrics_address,
         )
     )

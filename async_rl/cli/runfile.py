@@ -16,6 +16,7 @@ from async_rl.algo.losses import LossConfig
 from async_rl.config import load_toml, parse_overrides, read_sections
 from async_rl.envs.base import EnvironmentConfig
 from async_rl.errors import ConfigError
+from async_rl.exporter import MetricsConfig, address_of
 from async_rl.store.base import StoreConfig
 from async_rl.weights.config import WeightsConfig
 from orchestrator.config import EvalConfig, OrchestratorConfig, SamplingConfig, check_bind
@@ -46,6 +47,7 @@ class RunFile(Struct, frozen=True):
     weights: WeightsConfig
     store: StoreConfig
     rollout: RolloutConfig
+    metrics: MetricsConfig
 
 
 SECTIONS: dict[str, type[Struct]] = {
@@ -60,6 +62,7 @@ SECTIONS: dict[str, type[Struct]] = {
     "weights": WeightsConfig,
     "store": StoreConfig,
     "rollout": RolloutConfig,
+    "metrics": MetricsConfig,
 }
 
 
@@ -105,6 +108,7 @@ def _check(r: RunFile, where: str) -> None:
             hint="a Hugging Face folder; `async-rl model tiny --out DIR` makes one",
         )
     check_bind(r.orchestrator)
+    _check_metrics(r, where)
     if r.trainer.finish_wait_s <= r.orchestrator.final_eval_s:
         raise ConfigError(
             f"{where}: trainer.finish_wait_s = {r.trainer.finish_wait_s:g} is not longer than "
@@ -116,4 +120,19 @@ def _check(r: RunFile, where: str) -> None:
             f"{where}: trainer.publish_every = {r.trainer.publish_every} with orchestrator.max_lag = "
             f"{r.orchestrator.max_lag} can't go on: the lag grows to publish_every - 1 between versions",
             hint=f"set max_lag to at least {r.trainer.publish_every - 1}, or publish more often",
+        )
+
+
+def _check_metrics(r: RunFile, where: str) -> None:
+    addresses = [address_of(text) for text in (r.metrics.trainer, r.metrics.orchestrator) if text]
+    if len(addresses) == 2 and addresses[0] == addresses[1] and addresses[0][1]:
+        raise ConfigError(
+            f"{where}: metrics.trainer and metrics.orchestrator are the same address {r.metrics.trainer!r}",
+            hint="each process needs one of its own",
+        )
+    if r.metrics.trainer and r.metrics.stuck_s <= r.trainer.batch_wait_s:
+        raise ConfigError(
+            f"{where}: metrics.stuck_s = {r.metrics.stuck_s:g} is not longer than trainer.batch_wait_s = "
+            f"{r.trainer.batch_wait_s:g}: a trainer that may still wait would count as stuck",
+            hint="lengthen the first or shorten the second",
         )

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from async_rl.cli.options import client_key, key_options, set_option
+from async_rl.cli.options import client_key, key_options, metrics_option, set_option
 from async_rl.errors import ConfigError, ProcessFailed, WaitTimeout
 from async_rl.procs import Child, Fleet, Stopped, stop_signals
 
@@ -48,6 +48,7 @@ STOP_LIMIT_S = 60.0
     "--resume", default="latest", show_default=True, help="latest, never, or the step of a checkpoint."
 )
 @key_options
+@metrics_option
 @set_option
 def command(
     run_file: Path,
@@ -56,6 +57,7 @@ def command(
     resume: str,
     key_file: str,
     server_key: str,
+    metrics_address: str,
     overrides: tuple[str, ...],
 ) -> None:
     """Train a run: publish every version to its store, take groups from its orchestrator.
@@ -66,6 +68,8 @@ def command(
 
     if resume not in ("latest", "never") and not resume.isdigit():
         raise ConfigError(f"--resume {resume!r} is neither latest, never nor a step")
+    if metrics_address:
+        overrides = (*overrides, f'metrics.trainer="{metrics_address}"')
     config = read_run_file(run_file, overrides)  # refuse bad input here, once, before any process starts
     if "LOCAL_RANK" in os.environ:
         if nproc_per_node != 1:
@@ -184,6 +188,7 @@ def _under_torchrun(
             seed=config.run.seed,
             resume=resume,
             key=client_key(key_file, server_key) if rank == 0 else None,  # only rank 0 dials
+            metrics_config=config.metrics,
         )
 
     if address or rank != 0:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import fcntl
 import os
 import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -195,6 +196,9 @@ class Keyring:
         self._entries: dict[str, Allowed] = {}
         self._before: dict[str, Allowed] = {}  # keys that were allowed once: their refusal can say so
         self._broken = ""
+        self.turned_away: Counter[str] = (
+            Counter()
+        )  # connections that the door refused, by reason; see zap.py
 
     @classmethod
     def open(cls, folder: Path, extra: Iterable[Allowed] = ()) -> Keyring:

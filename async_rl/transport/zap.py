@@ -38,6 +38,8 @@ def _serve(socket: zmq.Socket[bytes], keyring: Keyring) -> None:
         while True:
             request = socket.recv_multipart()  # waits for: a connection, or the end of the context
             reply, refused = answer(request, keyring)
+            if refused is not None:
+                keyring.turned_away[refused.code] += 1
             if refused is not None and refused.message not in told and len(told) < _TOLD:
                 told.add(refused.message)
                 origin = request[3].decode("ascii", "replace") if len(request) > 3 else "?"

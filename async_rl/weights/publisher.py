@@ -143,6 +143,8 @@ class Publisher:
         self._next = claim.first_version
         self._newest = self._step = -1
         self._baseline: _Baseline | None = None
+        self.publish_s = 0.0
+        """Of the last version that was committed: from its snapshot to its commit."""
         self._stuck = Lookout(lambda: newest_lack(store), _LOOK_AT_READERS_S)
         self._rescue = False
         self._rescued = -1  # readers that lack a version up to this one have been helped
@@ -418,6 +420,7 @@ class Publisher:
                 log.info("the next version gets an anchor", version=manifest.version, reason=reason)
 
     def _log(self, manifest: Manifest, draft: Draft, seconds: float) -> None:
+        self.publish_s = seconds
         way = manifest.way
         log.info(
             "version committed",

@@ -10,6 +10,7 @@ the store's clock alone.
 from __future__ import annotations
 
 import uuid
+from typing import NamedTuple
 from urllib.parse import quote
 
 import msgspec
@@ -17,9 +18,18 @@ from msgspec import Struct
 
 from async_rl.errors import NotFound
 from async_rl.log import get_logger
-from async_rl.store.base import ObjectStore
+from async_rl.store.base import ObjectInfo, ObjectStore
 
-__all__ = ["ReaderBeat", "drop_beat", "live_readers", "newest_lack", "store_now", "write_beat"]
+__all__ = [
+    "Beats",
+    "ReaderBeat",
+    "SeenBeat",
+    "drop_beat",
+    "live_readers",
+    "newest_lack",
+    "store_now",
+    "write_beat",
+]
 
 log = get_logger(__name__)
 
@@ -32,6 +42,21 @@ class ReaderBeat(Struct, frozen=True):
     versions: tuple[int, ...]  # that it holds, and that it is on the way to
     expires_s: float  # after the store's time of this object it counts as gone
     lacks: int = -1  # a version to which it found no whole way: it needs a new full state. -1: none
+    # For those who watch from the bucket alone; None: it does not say (before it knows, and in older beats).
+    cluster: str | None = None
+    state: str | None = None  # as in Heartbeat
+    version: int | None = None  # served; -1: none yet
+    fetching: int | None = None  # -1: none
+    fetched_fraction: float | None = None
+    tokens_per_s: float | None = None
+    sync_bytes: int | None = None
+
+
+class SeenBeat(NamedTuple):
+    """A beat as it lies in the store."""
+
+    beat: ReaderBeat
+    modified: float  # seconds since the epoch, by the store's clock
 
 
 def write_beat(store: ObjectStore, beat: ReaderBeat) -> None:
@@ -45,22 +70,43 @@ def drop_beat(store: ObjectStore, worker: str) -> None:
 
 def live_readers(store: ObjectStore) -> list[ReaderBeat]:
     """Everyone's whose beat has not expired. What is no beat is left out, with a warning."""
-    found = [info for info in store.list_after(WORKERS) if info.key.endswith(".json")]
-    if not found:
+    beats = Beats(store).look()
+    if not beats:
         return []
     now = store_now(store)  # after the listing: a beat is never younger than it seems
-    live = []
-    for info in found:
+    return [beat for beat, modified in beats if now - modified < beat.expires_s]
+
+
+class Beats:
+    """All beats, expired ones too; looked at again, only those that are new are read."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+        self._seen: dict[str, tuple[ObjectInfo, SeenBeat]] = {}
+
+    def look(self) -> list[SeenBeat]:
+        """By key. What is no beat is left out, with a warning."""
+        found: dict[str, tuple[ObjectInfo, SeenBeat]] = {}
+        infos = [info for info in self._store.list_after(WORKERS) if info.key.endswith(".json")]
+        newest = max((info.modified for info in infos), default=0.0)
+        for info in infos:
+            before = self._seen.get(info.key)
+            # Store clocks tick in seconds: what is that young may be replaced within the same one.
+            if before is not None and before[0] == info and info.modified < newest - 1.0:
+                found[info.key] = before
+            elif (beat := self._read(info.key)) is not None:
+                found[info.key] = info, SeenBeat(beat, info.modified)
+        self._seen = found
+        return [seen for _, seen in found.values()]
+
+    def _read(self, key: str) -> ReaderBeat | None:
         try:
-            beat = msgspec.json.decode(store.get(info.key), type=ReaderBeat)
+            return msgspec.json.decode(self._store.get(key), type=ReaderBeat)
         except NotFound:
-            continue  # said goodbye meanwhile
+            return None  # said goodbye meanwhile
         except (msgspec.DecodeError, RecursionError) as error:
-            log.warning("not a reader's beat", key=info.key, error=str(error))
-            continue
-        if now - info.modified < beat.expires_s:
-            live.append(beat)
-    return live
+            log.warning("not a reader's beat", key=key, error=str(error))
+            return None
 
 
 def newest_lack(store: ObjectStore) -> int:

@@ -341,7 +341,8 @@ def test_a_worker_beyond_the_limit_or_gone_or_fetching_can_be_told_at_a_glance()
     Console(width=140, file=out).print(render(play.status()))
     text = out.getvalue()
     assert "fetching 2 40%" in text and "100" in text
-    assert [line.split()[4] for line in text.splitlines() if line.startswith("slow")] == ["4"]
+    lines = [line.split() for line in text.splitlines() if line.startswith("slow")]
+    assert [line[:5] for line in lines] == [["slow", "not", "fetching", "1", "4"]]
 
 
 # ---------------------------------------------------------------- with keys
