@@ -30,6 +30,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 START_S = 120.0
 MAX_LAG = 4
+RISEN = 3
+"""Steps that the trainer is ahead; without an outage it is one, sometimes two."""
 SETTINGS: dict[str, dict[str, Any]] = {
     "trainer": {"steps": 5000, "checkpoint_every": 4, "warmup_steps": 0},
     "orchestrator": {"max_lag": MAX_LAG},
@@ -227,6 +229,7 @@ def test_a_store_that_goes_away_in_training_costs_lag_and_nothing_else(
         (server.kill if how == "killed" else server.freeze)()
         threading.Event().wait(outage_s)  # this is the outage, no wait for anything
         assert all(child.running() for child in outage.all), outage.run.logs()
+        outage.wait("the lag to rise", lambda: lag_of(outage.samples()[-1]) >= RISEN)
         served = outage.serving()
         (server.start_again if how == "killed" else server.thaw)()
         back = len(outage.samples())
@@ -235,7 +238,7 @@ def test_a_store_that_goes_away_in_training_costs_lag_and_nothing_else(
             "versions after the outage", lambda: outage.samples()[-1]["newest_version"] >= version + 3
         )
         outage.steps_more(2 * MAX_LAG)
-        outage.wait("the lag to fall", lambda: lag_of(outage.samples()[-1]) <= MAX_LAG)
+        outage.wait("the lag to fall", lambda: lag_of(outage.samples()[-1]) <= 1)
         assert outage.watcher.running(), outage.run.log("lag")[-2000:]
         outage.end()
     assert served == 2, "workers serve what they have while the store is away"
@@ -244,7 +247,7 @@ def test_a_store_that_goes_away_in_training_costs_lag_and_nothing_else(
     assert before and during and after
     oldest = max(each["newest_version_age_s"] for each in during)
     assert oldest >= 0.5 * outage_s, "the age of the newest version shows the outage"
-    assert max(map(lag_of, during)) >= 1
+    assert RISEN <= max(map(lag_of, during)) <= MAX_LAG + 1, "as far as admission lets the trainer go"
     assert min(each["newest_version_age_s"] for each in after) < oldest
     assert min(map(lag_of, after)) <= 1, "it falls again"
     assert all(row["lag/max"] <= MAX_LAG for row in outage.run.metrics() if "lag/max" in row)

@@ -87,6 +87,15 @@ def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
 
 
+def test_who_does_not_probe_such_a_server_replaces_what_is_there() -> None:
+    """What all of this is for: so the tests below can fail."""
+    store = S3Store("s3://bucket/run", StoreConfig(endpoint_url="http://127.0.0.1:9"))
+    store._client = OldServer()
+    store.put_if_absent("versions/1.json", b"first")
+    store.put_if_absent("versions/1.json", b"second")
+    assert store.get("versions/1.json") == b"second"
+
+
 def test_a_candidate_that_comes_late_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     server = OldServer()
     ours, late = store_on(server), store_on(server)
