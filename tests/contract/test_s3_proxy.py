@@ -19,6 +19,11 @@ PATIENT = StoreConfig(retry_limit_s=30, read_timeout_s=2)
 SHORT = StoreConfig(retry_limit_s=1.0, read_timeout_s=0.3)
 
 
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("async_rl.store.retry.FIRST_S", 0.005)
+
+
 @pytest.fixture
 def proxy(seaweed: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Proxy]:
     seaweed.activate(monkeypatch)
