@@ -4,7 +4,8 @@ spool; a trainer and a worker of a few lines, and a disk that loses what was not
     python -m tests.chaos.delivery        # every point of every kind, counted
 
 An end of the orchestrator is a power cut: what it had written since the last fsync is lost, or torn in the middle.
-An end of the trainer loses everything since its last checkpoint. What must hold in the end is checked from what the
+An end of the trainer loses everything since its last checkpoint; and it is no end at all: it goes on asking,
+publishing and attaching, as one does that was only stopped. What must hold in the end is checked from what the
 trainer and the worker saw themselves.
 """
 
@@ -125,6 +126,8 @@ class World:
         self.faults: list[str] = []
         self.checkpoints: list[Checkpoint] = []
         self.ends = 0
+        self.zombies: list[Trainer] = []
+        self.attached = -1  # the newest incarnation that was told so
         # the worker
         self.work: dict[int, wire.Lease] = {}
         self.unacknowledged: dict[int, AnyMessage] = {}
@@ -156,7 +159,7 @@ class World:
 
     @property
     def peer(self) -> bytes:
-        return f"trainer:{self.trainer.incarnation}".encode()
+        return _peer_of(self.trainer)
 
     def digest(self) -> str:
         return str(hash(tuple(sorted(self.history.items()))))
@@ -164,27 +167,47 @@ class World:
     def ask(self) -> None:
         t = self.trainer
         if t.again:
-            attach = wire.Attach(
-                wire.PROTOCOL,
-                "run",
-                "model",
-                t.incarnation,
-                t.step,
-                t.version,
-                t.version_step,
-                VOCAB,
-                t.frontier,
-            )
-            rest = {"open": t.open, "parent": t.parent, "digest": self.digest(), "origin": t.origin}
-            self.queue.append((self.peer, _with(attach, **rest)))
+            self.queue.append((self.peer, self.attach_of(t, self.digest())))
         resumable = self.checkpoints[-2].step if len(self.checkpoints) > 1 else 0
         self.queue.append((self.peer, wire.NextBatch(t.incarnation, t.step, resumable)))
+
+    def attach_of(self, t: Trainer, digest: str) -> wire.Attach:
+        attach = wire.Attach(
+            wire.PROTOCOL,
+            "run",
+            "model",
+            t.incarnation,
+            t.step,
+            t.version,
+            t.version_step,
+            VOCAB,
+            t.frontier,
+        )
+        return _with(attach, open=t.open, parent=t.parent, digest=digest, origin=t.origin)
+
+    def haunt(self) -> None:
+        """What trainers say that have been replaced."""
+        for t in self.zombies:
+            if t.incarnation < self.attached:
+                version = 10_000 + t.incarnation
+                self.queue += [
+                    (_peer_of(t), self.attach_of(t, "a zombie's")),
+                    (_peer_of(t), wire.NextBatch(t.incarnation, t.step)),
+                    (_peer_of(t), wire.Published(t.incarnation, version, 1000, t.version, "a zombie's")),
+                    (_peer_of(t), wire.Finish(t.incarnation, STEPS, False)),
+                ]
+
+    def to_zombie(self, peer: bytes, message: AnyMessage) -> None:
+        late = int(peer.partition(b":")[2]) < self.attached
+        if late and isinstance(message, wire.Attached | wire.Batch | wire.Finished):
+            self.faults.append(f"{peer.decode()} was replaced, and got {type(message).__name__}")
 
     def to_trainer(self, message: AnyMessage) -> None:
         t = self.trainer
         match message:
             case wire.Attached():
                 t.again = False
+                self.attached = max(self.attached, t.incarnation)
             case wire.Refused():
                 if not message.retry:
                     self.faults.append(message.reason)
@@ -194,6 +217,7 @@ class World:
                     self.train(message)
                 except Killed:
                     self.ends += 1
+                    self.zombies.append(t)
                     self.trainer = self.new_trainer()
                 self.ask()
 
@@ -306,6 +330,8 @@ class World:
             self.now += 1.5
             self.ask()
             self.queue += [(WORKER, message) for message in self.unacknowledged.values()]
+        if self.points["idle"] % 5 == 0:
+            self.haunt()
         beat = wire.Heartbeat(
             self.served, "serving", tuple(wire.LeaseProgress(lease, 1) for lease in self.work)
         )
@@ -363,10 +389,16 @@ class _Listener:
             self._world.to_worker(message)
         elif peer == self._world.peer:
             self._world.to_trainer(message)
+        elif peer in map(_peer_of, self._world.zombies):
+            self._world.to_zombie(peer, message)
         self._world.reach_orchestrator(f"send {type(message).__name__}: after")
 
     async def close(self) -> None:
         pass
+
+
+def _peer_of(trainer: Trainer) -> bytes:
+    return f"trainer:{trainer.incarnation}".encode()
 
 
 def _with(message: Any, **changes: Any) -> Any:
@@ -445,11 +477,30 @@ def _no_consumed_keys() -> Iterator[None]:
     ledger_module.GroupLedger._apply_took = apply  # type: ignore[method-assign]
 
 
+def _no_fence() -> Iterator[None]:
+    """Older incarnations are heard like the newest one."""
+    from orchestrator import control
+
+    attach, trainer = control.refuse_attach, control.refuse_trainer
+
+    def anybody(refuse: Any) -> Any:
+        def look(*args: Any, **options: Any) -> Any:
+            refusal = refuse(*args, **options)
+            return None if refusal is not None and refusal.code == "incarnation" else refusal
+
+        return look
+
+    control.refuse_attach, control.refuse_trainer = anybody(attach), anybody(trainer)
+    yield
+    control.refuse_attach, control.refuse_trainer = attach, trainer
+
+
 GUARDS: dict[str, Callable[[], Iterator[None]]] = {
     "fsync before the ack": _acknowledge_first,
     "the journal of assignments": _no_journal,
     "one group per key": _no_dedup,
     "the consumed keys": _no_consumed_keys,
+    "the fence": _no_fence,
 }
 
 
