@@ -114,6 +114,10 @@ class Trainer:
 class World:
     """One run. `reach` is called at every point and ends somebody where the case says so."""
 
+    steps = STEPS
+    idle_limit = IDLE_LIMIT
+    config = CONFIG
+
     def __init__(self, folder: Path, case: Case | None) -> None:
         self.folder, self.case = folder, case
         self.now = 1000.0
@@ -194,7 +198,7 @@ class World:
                     (_peer_of(t), self.attach_of(t, "a zombie's")),
                     (_peer_of(t), wire.NextBatch(t.incarnation, t.step)),
                     (_peer_of(t), wire.Published(t.incarnation, version, 1000, t.version, "a zombie's")),
-                    (_peer_of(t), wire.Finish(t.incarnation, STEPS, False)),
+                    (_peer_of(t), wire.Finish(t.incarnation, self.steps, False)),
                 ]
 
     def to_zombie(self, peer: bytes, message: AnyMessage) -> None:
@@ -227,12 +231,12 @@ class World:
         ordinals = tuple(made.key.ordinal for made in batch.groups)
         if t.step in self.repeats and ordinals != self.repeats.pop(t.step):
             self.faults.append(f"step {t.step} was repeated with {ordinals}")
-        if any(lag > CONFIG.max_lag for lags in batch.lags for lag in lags):
+        if any(lag > self.config.max_lag for lags in batch.lags for lag in lags):
             self.faults.append(f"step {t.step}: lags {batch.lags}")
         self.history[t.step] = ordinals
         self.reach("trainer")
         t.step, t.frontier, t.open = t.step + 1, batch.frontier, batch.open
-        if t.step == STEPS:
+        if t.step == self.steps:
             self.finished = True
             return
         parent, t.version, t.version_step = t.version, next(self.versions), t.step
@@ -292,7 +296,7 @@ class World:
                 environment=Counting(),
                 environment_config=EnvironmentConfig(name="counting"),
                 sampling=SamplingConfig(group_size=2, max_tokens=8),
-                config=CONFIG,
+                config=self.config,
                 evaluation=EvalConfig(every=0),
                 seed=1,
                 lease_ids=itertools.count(1000 * (1 + self.ends)),
@@ -324,7 +328,7 @@ class World:
         """Nobody has anything to say: time passes, somebody works, requests are repeated."""
         self.now += 0.5
         self.points["idle"] += 1
-        if self.points["idle"] > IDLE_LIMIT:
+        if self.points["idle"] > self.idle_limit:
             raise AssertionError(f"the run stands still at step {self.trainer.step}: {self.faults}")
         if not self.deliver():
             self.now += 1.5
@@ -341,7 +345,7 @@ class World:
 
     def failures(self) -> list[str]:
         found = list(self.faults)
-        if sorted(self.history) != list(range(STEPS)):
+        if sorted(self.history) != list(range(self.steps)):
             found.append(f"steps {sorted(self.history)}")
         trained = [ordinal for step in sorted(self.history) for ordinal in self.history[step]]
         twice = [ordinal for ordinal, count in Counter(trained).items() if count > 1]

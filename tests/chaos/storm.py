@@ -4,8 +4,8 @@
 
 A store (SeaweedFS behind s3_proxy.py), a trainer, its orchestrator as a process of its own, and workers with the
 reference engine, that reach the orchestrator through socket_proxy.py; the spool is on a small disk of its own where
-one can be mounted. faults.py does to them what the seed says. When the time is over the weather clears, the run
-must get on, all are stopped as an operator would, and evidence.py says whether anything was lost, trained twice, too old,
+one can be mounted. faults.py does to them what the seed says. When the time is over the weather clears, the run must
+get on, all are stopped as an operator would, and evidence.py says whether anything was lost, trained twice, too old,
 served wrong, or passed over for its length. A run that stands still, or a process that ends by itself, is a failure;
 it is shown with the seed and the end of every log.
 
