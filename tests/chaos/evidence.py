@@ -211,6 +211,7 @@ def failures(lines: list[Line], history: History, left: Left) -> tuple[list[str]
     for line in lines:
         if "settled" in line:
             settled[line["reason"]].add(line["settled"])
+    reasons = {reason: len(those - set(trained)) for reason, those in settled.items()}
     for ordinal in settled["no_signal"] - flat:
         found.append(f"{ordinal} was left out for want of a signal, but had one")
     known = set(trained) | left.buffered | left.assigned
@@ -231,26 +232,28 @@ def failures(lines: list[Line], history: History, left: Left) -> tuple[list[str]
         "made": len(made),
         "acknowledged": len(acknowledged),
         "trained": len(trained),
-        "dropped": {reason: len(those - set(trained)) for reason, those in settled.items()},
+        "dropped": reasons,
         "buffered": len(left.buffered),
     }
     return found, counts
 
 
 def _wrong_bytes(lines: list[Line], history: History) -> list[str]:
-    """What was trained must be what a worker made, and where a lease of it was acknowledged, what that one made."""
-    acknowledged = {(line["acknowledged"], line["lease"]) for line in lines if "acknowledged" in line}
-    hashes: dict[int, set[str]] = defaultdict(set)
-    stored: dict[int, set[str]] = defaultdict(set)
+    """What was trained must be what a worker made, and where a lease of it was acknowledged, what the first of those
+    made: others with the same key are refused, so a group that was lost and made again shows."""
+    hashes: dict[int, dict[int, str]] = defaultdict(dict)  # ordinal -> lease -> hash
+    stored: dict[int, str] = {}
     for line in lines:
         if "made" in line:
-            hashes[line["made"]].add(line["hash"])
-            if (line["made"], line["lease"]) in acknowledged:
-                stored[line["made"]].add(line["hash"])
+            hashes[line["made"]][line["lease"]] = line["hash"]
+        elif "acknowledged" in line:
+            ordinal, lease = line["acknowledged"], line["lease"]
+            stored.setdefault(ordinal, hashes[ordinal].get(lease, ""))
     found = []
     for line in history.steps.values():
         for ordinal, digest in zip(line["ordinals"], line["hashes"], strict=True):
-            if digest not in (stored[ordinal] or hashes[ordinal]):
+            right = {stored[ordinal]} if ordinal in stored else set(hashes[ordinal].values())
+            if digest not in right:
                 found.append(
                     f"step {line['step']} trained other bytes of group {ordinal} than were acknowledged"
                 )

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 
 from async_rl.procs import Child
-from tests.chaos.evidence import Line, read_log
+from tests.chaos.evidence import read_log
 from tests.chaos.lives import HOOKS, ROOT
 from tests.chaos.s3_proxy import S3Proxy, Weather
 from tests.chaos.small_disk import SmallDisk
@@ -27,6 +27,8 @@ from tests.runs import LocalRun
 __all__ = ["FAULTS", "Site", "Still"]
 
 PAUSE_S = 0.1
+REPLACED_S = 40.0
+"""A trainer looks for newer ones at every publish, and every few seconds where it waits."""
 LEASE_S = 6.0
 SILENT_S = 2.5  # five heartbeats
 POINTS = {
@@ -54,8 +56,14 @@ class Site:
     """The processes of one run. Its environment is this process's while it lasts."""
 
     def __init__(
-        self, run: LocalRun, chance: random.Random, log: Path, environment: Mapping[str, str]
+        self,
+        run: LocalRun,
+        chance: random.Random,
+        log: Path,
+        environment: Mapping[str, str],
+        without: str,
     ) -> None:
+        """`without`: a guard that the processes are started without; empty: none."""
         self.run, self.chance, self.log = run, chance, log
         self.children: dict[str, Child] = {}
         self.old: dict[str, Child] = {}
@@ -73,6 +81,7 @@ class Site:
             "ASYNC_RL_TEST_LENGTHS": "1",
             "ASYNC_RL_TEST_CLOCK": str(self._clock),
             "ASYNC_RL_TEST_KILLS": "",
+            "ASYNC_RL_TEST_WITHOUT": without,
             "PYTHONPATH": os.pathsep.join([str(HOOKS), str(ROOT)]),
         }
 
@@ -199,8 +208,10 @@ class Site:
             self.supervise()
             time.sleep(PAUSE_S)
 
-    def lines(self) -> list[Line]:
-        return read_log(self.log) if self.log.exists() else []
+    def lives(self) -> set[int]:
+        """Process numbers of trainers that took the run."""
+        lines = read_log(self.log) if self.log.exists() else []
+        return {line["pid"] for line in lines if "life" in line}
 
 
 def family(pid: int) -> list[int]:
@@ -339,22 +350,19 @@ def clock(site: Site) -> str:
 
 def two_trainers(site: Site) -> str:
     """A second one is started beside the first, that may be stopped meanwhile. The first ends and says why."""
+    site.wait(lambda: site.pid("trainer") in site.lives(), "the first trainer to take the run")
     first = site.children["trainer"]
     pid = site.pid("trainer")
     stopped = site.chance.random() < 0.5
     if stopped:
         send(pid, signal.SIGSTOP)
-    before = {line["life"] for line in site.lines() if "life" in line}
     site.old[f"trainer {pid}"] = first
     site.start("trainer")
-    site.wait(
-        lambda: any(line["life"] not in before for line in site.lines() if "life" in line),
-        "a second trainer to take the run",
-    )
+    site.wait(lambda: site.pid("trainer") in site.lives(), "a second trainer to take the run")
     if stopped:
         site.watch(1.0, 1e9)
         send(pid, signal.SIGCONT)
-    site.wait(lambda: not site.old, "the first trainer to stop")
+    site.wait(lambda: not site.old, "the first trainer to stop", REPLACED_S)
     return "two trainers, the first one stopped" if stopped else "two trainers"
 
 

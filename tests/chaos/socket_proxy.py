@@ -57,6 +57,7 @@ class SocketProxy:
         self.cut()
 
     def close(self) -> None:
+        self.flow()  # what is stalled would not end
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(LIMIT_S)
 
@@ -78,10 +79,9 @@ class SocketProxy:
         self._ready.set()
         self._loop.run_forever()
         server.close()
-        for task in asyncio.all_tasks(self._loop):
-            task.cancel()
         self._break_all()
-        self._loop.run_until_complete(asyncio.sleep(0))
+        if tasks := asyncio.all_tasks(self._loop):
+            self._loop.run_until_complete(asyncio.wait(tasks, timeout=LIMIT_S))
         self._loop.close()
 
     def _break_all(self) -> None:

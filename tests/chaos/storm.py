@@ -15,14 +15,16 @@ same run.
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import click
 import msgspec
@@ -39,7 +41,7 @@ from tests.chaos.small_disk import SmallDisk
 from tests.chaos.socket_proxy import SocketProxy
 from tests.runs import LocalRun
 
-__all__ = ["STILL_S", "play"]
+__all__ = ["Plan", "play"]
 
 MAX_LAG = 3
 BATCH = 2
@@ -78,50 +80,65 @@ def settings(seed: int, spool: Path) -> dict[str, dict[str, Any]]:
     }
 
 
+class Plan(NamedTuple):
+    """`only`: of the faults whose names hold this word; one at least. `without`: a guard (delivery.GUARDS) that the
+    processes are started without."""
+
+    seed: int
+    seconds: float
+    workers: int = 2
+    only: str = ""
+    without: str = ""
+
+
+class Server(Protocol):
+    endpoint: str
+    env: dict[str, str]
+
+
 def play(
-    seed: int,
-    seconds: float,
+    plan: Plan,
     folder: Path,
-    server: LocalServer,
+    url: str,
+    server: Server,
     model: Path,
-    workers: int = 2,
-    only: str = "",
-    say: Any = lambda text: None,
+    say: Callable[[str], None] = lambda text: None,
 ) -> Outcome:
     """One storm. Raises Still, with every log's end, where the run does not get on or a process ends by itself."""
     with closing(SmallDisk(folder / "disk")) as disk:
-        return _play(seed, seconds, folder, server, model, workers, only, say, disk)
+        tables = settings(plan.seed, disk.folder / "spool")
+        counts = _rage(plan, tables, folder, url, server, model, disk, say)
+        return check(folder / "test.log", tables, server, url, counts)
 
 
-def _play(
-    seed: int,
-    seconds: float,
+def _rage(
+    plan: Plan,
+    tables: dict[str, dict[str, Any]],
     folder: Path,
-    server: LocalServer,
+    url: str,
+    server: Server,
     model: Path,
-    workers: int,
-    only: str,
-    say: Any,
     disk: SmallDisk,
-) -> Outcome:
-    chance = random.Random(seed)
-    log, url = folder / "test.log", f"{server.url}/storm-{seed}-{time.time_ns()}"
+    say: Callable[[str], None],
+) -> dict[str, int]:
+    """How often each fault was."""
+    chance = random.Random(plan.seed)
     counts: Counter[str] = Counter()
     with ExitStack() as stack:
-        tables = settings(seed, disk.folder / "spool")
         run = stack.enter_context(LocalRun(folder, url, model, **tables))
         sockets = stack.enter_context(SocketProxy(run.address))
         root = "/" + url.removeprefix("s3://")
-        s3 = stack.enter_context(S3Proxy(server.endpoint, seed=seed, root=root))
+        s3 = stack.enter_context(S3Proxy(server.endpoint, seed=plan.seed, root=root))
         run.dial = sockets.address
-        site = stack.enter_context(Site(run, chance, log, {**server.env, "AWS_ENDPOINT_URL": s3.endpoint}))
+        environment = {**server.env, "AWS_ENDPOINT_URL": s3.endpoint}
+        site = stack.enter_context(Site(run, chance, folder / "test.log", environment, plan.without))
         site.sockets, site.s3, site.disk = sockets, s3, disk
-        names = [f"w{number}" for number in range(1, workers + 1)]
+        names = [f"w{number}" for number in range(1, plan.workers + 1)]
         site.begin(names, STILL_S)
-        until = time.monotonic() + seconds
-        kinds = [name for name in FAULTS if only in name]
+        until = time.monotonic() + plan.seconds
+        kinds = [name for name in FAULTS if plan.only in name]
         order: list[str] = []
-        while time.monotonic() < until:
+        while not counts or time.monotonic() < until:
             order = order or chance.sample(kinds, len(kinds))  # each comes up before one comes again
             name = order.pop()
             began = time.monotonic()
@@ -132,11 +149,11 @@ def _play(
         site.clear()
         site.get_on(STEPS_AFTER, STILL_S)
         site.stop(STOP_LIMIT_S)
-    return check(log, tables, server, url, dict(counts))
+    return dict(counts)
 
 
 def check(
-    log: Path, tables: dict[str, dict[str, Any]], server: LocalServer, url: str, counts: dict[str, int]
+    log: Path, tables: dict[str, dict[str, Any]], server: Server, url: str, counts: dict[str, int]
 ) -> Outcome:
     lines = read_log(log)
     history = history_of(lines)
@@ -175,7 +192,9 @@ def check(
     "--each", default=10.0, show_default=True, help="Minutes of one storm; the next has the next seed."
 )
 @click.option("--keep", type=click.Path(path_type=Path), help="Leave the logs here.")
-def main(minutes: float, seed: int, workers: int, only: str, each: float, keep: Path | None) -> None:
+def main(
+    minutes: float, seed: int, workers: int, only: str, without: str, each: float, keep: Path | None
+) -> None:
     """Exit status 1 where a storm failed; its seed is in its line."""
     from workers.tiny_model import TinySettings, make_tiny_model
 
@@ -184,13 +203,15 @@ def main(minutes: float, seed: int, workers: int, only: str, each: float, keep: 
         model = Path(scratch) / "model"
         make_tiny_model(model, TinySettings(steps=0))
         with LocalServer(Path(scratch) / "store", grace_s=0) as server:
+            os.environ.update(server.env)
             left = minutes * 60
             while left > 0:
                 seconds = min(left, each * 60)
                 folder = (keep or Path(scratch)) / f"seed-{seed}"
                 click.echo(f"seed {seed}: {seconds:.0f} s")
                 try:
-                    outcome = play(seed, seconds, folder, server, model, workers, only, click.echo)
+                    plan = Plan(seed, seconds, workers, only, without)
+                    outcome = play(plan, folder, f"{server.url}/storm-{seed}", server, model, click.echo)
                 except Still as still:
                     outcome = Outcome([str(still)], {})
                 for name, count in outcome.counts.items():
