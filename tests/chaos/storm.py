@@ -212,8 +212,8 @@ def main(
                 try:
                     plan = Plan(seed, seconds, workers, only, without)
                     outcome = play(plan, folder, f"{server.url}/storm-{seed}", server, model, click.echo)
-                except Still as still:
-                    outcome = Outcome([str(still)], {})
+                except (Still, AssertionError) as error:
+                    outcome = Outcome([str(error)], {})
                 for name, count in outcome.counts.items():
                     click.echo(f"    {name}: {count}")
                 for failure in outcome.failures:
