@@ -188,6 +188,7 @@ def check(
 @click.option("--seed", default=1, show_default=True)
 @click.option("--workers", default=2, show_default=True)
 @click.option("--only", default="", metavar="WORD", help="Faults whose names hold this word.")
+@click.option("--without", default="", metavar="GUARD", help="Start the processes without this guard.")
 @click.option(
     "--each", default=10.0, show_default=True, help="Minutes of one storm; the next has the next seed."
 )
