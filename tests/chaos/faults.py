@@ -229,7 +229,7 @@ def send(pid: int, signum: int) -> None:
 
 
 def was_killed(child: Child) -> bool:
-    return child.process.returncode == -signal.SIGKILL or "signal SIGKILL" in child.log_tail(4)
+    return child.process.returncode == -signal.SIGKILL or "signal SIGKILL" in child.log_tail(8)
 
 
 # ---------------------------------------------------------------- faults
