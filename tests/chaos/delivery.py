@@ -43,6 +43,8 @@ CONFIG = OrchestratorConfig(
 )
 SEGMENT_BYTES = 6000
 IDLE_LIMIT = 2000
+ENOUGH_FAULTS = 5
+"""The run need not go on."""
 WORKER = b"w1:1"
 
 
@@ -328,7 +330,7 @@ class World:
         """Nobody has anything to say: time passes, somebody works, requests are repeated."""
         self.now += 0.5
         self.points["idle"] += 1
-        if self.points["idle"] > self.idle_limit:
+        if self.points["idle"] > self.idle_limit or len(self.faults) > ENOUGH_FAULTS:
             raise AssertionError(f"the run stands still at step {self.trainer.step}: {self.faults}")
         if not self.deliver():
             self.now += 1.5
