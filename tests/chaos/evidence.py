@@ -26,7 +26,7 @@ from orchestrator.config import OrchestratorConfig
 from orchestrator.ledger import GroupLedger
 from orchestrator.spool import Spool
 
-__all__ = ["History", "Left", "Versions", "failures", "history_of", "left_in", "read_log"]
+__all__ = ["History", "Left", "Line", "Versions", "failures", "history_of", "left_in", "read_log"]
 
 Line = dict[str, Any]
 

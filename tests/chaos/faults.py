@@ -235,6 +235,12 @@ def was_killed(child: Child) -> bool:
 # ---------------------------------------------------------------- faults
 
 
+def calm(site: Site) -> str:
+    """Nothing, for once. `--only calm` is what to compare with."""
+    site.watch(site.chance.uniform(2.0, 5.0), 1e9)
+    return "calm"
+
+
 def kill(site: Site) -> str:
     name = site.someone()
     send(site.pid(name), signal.SIGKILL)
@@ -373,6 +379,7 @@ def kind(name: str) -> str:
 FAULTS: dict[str, Callable[[Site], str]] = {
     each.__name__: each
     for each in (
+        calm,
         kill, kill_at_a_point, kill_two, stop, leave, cut, delay, stall, refuse, bad_store, stale_store, no_store,
         full_disk, clock, two_trainers,
     )
