@@ -64,7 +64,7 @@ def settings(seed: int, spool: Path) -> dict[str, dict[str, Any]]:
             "max_lag": MAX_LAG,
             "lease_s": 6.0,
             "heartbeat_s": 0.5,
-            "straggler_hold_s": 1.0,
+            "straggler_hold_s": 5.0,  # as by default: with less the long ones are dropped
             "max_attempts": 50,
             "final_eval_s": 0.0,
             "spool": str(spool),
