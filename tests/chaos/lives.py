@@ -14,6 +14,7 @@ what was acknowledged and what was trained:
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -39,6 +40,7 @@ STEPS = 24
 MAX_LAG = 3
 BATCH = 2
 LIMIT_S = 240.0
+STOP_LIMIT_S = 30.0
 HOOKS = Path(__file__).with_name("hooks")
 ROOT = Path(__file__).parents[2]
 
@@ -120,15 +122,24 @@ class _Life:
             for name, child in self.children.items():
                 if not child.running():
                     if name == "trainer" and child.process.returncode == 0:
-                        self.run.finish(self.children["orchestrator"], LIMIT_S)
-                        return
-                    self.start(name)
+                        return self.end_orchestrator()
+                    if name != "orchestrator" or child.process.returncode:  # or it has seen everybody off
+                        self.start(name)
             if time.monotonic() > deadline:
                 logs = "\n".join(
                     f"---- {child.name}\n{child.log_tail(10)}" for child in self.children.values()
                 )
                 raise TimeoutError(f"not trained within {limit_s:g} s\n{logs}")
             time.sleep(0.1)
+
+    def end_orchestrator(self) -> None:
+        """It may have been started again after the trainer had finished: then it knows of no end."""
+        child = self.children["orchestrator"]
+        child.signal_group(signal.SIGTERM)
+        if not child.wait_group(time.monotonic() + STOP_LIMIT_S):
+            raise TimeoutError(
+                f"the orchestrator did not stop within {STOP_LIMIT_S:g} s\n{child.log_tail()}"
+            )
 
 
 def play(
