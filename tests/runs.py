@@ -33,6 +33,7 @@ class LocalRun:
         self.folder = folder
         self.store_url = store_url
         self.address = f"tcp://127.0.0.1:{free_ports(1)[0]}"
+        self.dial = self.address  # what workers are told; a test may put a proxy between
         self.key: ClientKey | None = None  # to ask for the status with
         self.fleet = Fleet(grace_s=20.0)
         self.trainer_folder = folder / "trainer"
@@ -78,7 +79,7 @@ class LocalRun:
         argv = [*prefix, sys.executable, "-m", "async_rl", "rollout", "--store", self.store_url]
         argv += [
             "--orchestrator",
-            self.address,
+            self.dial,
             "--worker-id",
             name,
             "--set",

@@ -104,7 +104,7 @@ def _told_by_orchestrator(view: View) -> Iterator[tuple[str, str | Text]]:
     for standing in view.standings or ():
         if (state := standing["state"]) in ("suspect", "quarantined"):
             kept = state == "quarantined"
-            left = f" ({_duration(float(str(standing['left_s'])))} more)" if kept else ""
+            left = f" ({duration(float(str(standing['left_s'])))} more)" if kept else ""
             said = f"{standing['worker']}{left}: {standing['reason']}"
             yield str(state), Text(said, style="red" if kept else "yellow")
     for key, reason in (view.dead_letters or ())[-3:]:

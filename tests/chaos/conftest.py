@@ -17,5 +17,7 @@ def chaos_forks(seaweed: S3Server) -> Iterator[Forks]:
 
 
 @pytest.fixture(autouse=True)
-def on_seaweed(seaweed: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    seaweed.activate(monkeypatch)
+def on_seaweed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For those that use it; others start no server."""
+    if "seaweed" in request.fixturenames:
+        request.getfixturevalue("seaweed").activate(monkeypatch)

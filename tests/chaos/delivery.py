@@ -4,7 +4,8 @@ spool; a trainer and a worker of a few lines, and a disk that loses what was not
     python -m tests.chaos.delivery        # every point of every kind, counted
 
 An end of the orchestrator is a power cut: what it had written since the last fsync is lost, or torn in the middle.
-An end of the trainer loses everything since its last checkpoint. What must hold in the end is checked from what the
+An end of the trainer loses everything since its last checkpoint; and it is no end at all: it goes on asking,
+publishing and attaching, as one does that was only stopped. What must hold in the end is checked from what the
 trainer and the worker saw themselves.
 """
 
@@ -42,6 +43,8 @@ CONFIG = OrchestratorConfig(
 )
 SEGMENT_BYTES = 6000
 IDLE_LIMIT = 2000
+ENOUGH_FAULTS = 5
+"""The run need not go on."""
 WORKER = b"w1:1"
 
 
@@ -121,6 +124,10 @@ class Trainer:
 class World:
     """One run. `reach` is called at every point and ends somebody where the case says so."""
 
+    steps = STEPS
+    idle_limit = IDLE_LIMIT
+    config = CONFIG
+
     def __init__(self, folder: Path, case: Case | None) -> None:
         self.folder, self.case = folder, case
         self.now = 1000.0
@@ -133,6 +140,8 @@ class World:
         self.faults: list[str] = []
         self.checkpoints: list[Checkpoint] = []
         self.ends = 0
+        self.zombies: list[Trainer] = []
+        self.attached = -1  # the newest incarnation that was told so
         # the worker
         self.work: dict[int, wire.Lease] = {}
         self.unacknowledged: dict[int, AnyMessage] = {}
@@ -164,7 +173,7 @@ class World:
 
     @property
     def peer(self) -> bytes:
-        return f"trainer:{self.trainer.incarnation}".encode()
+        return _peer_of(self.trainer)
 
     def digest(self) -> str:
         return str(hash(tuple(sorted(self.history.items()))))
@@ -172,27 +181,47 @@ class World:
     def ask(self) -> None:
         t = self.trainer
         if t.again:
-            attach = wire.Attach(
-                wire.PROTOCOL,
-                "run",
-                "model",
-                t.incarnation,
-                t.step,
-                t.version,
-                t.version_step,
-                VOCAB,
-                t.frontier,
-            )
-            rest = {"open": t.open, "parent": t.parent, "digest": self.digest(), "origin": t.origin}
-            self.queue.append((self.peer, _with(attach, **rest)))
+            self.queue.append((self.peer, self.attach_of(t, self.digest())))
         resumable = self.checkpoints[-2].step if len(self.checkpoints) > 1 else 0
         self.queue.append((self.peer, wire.NextBatch(t.incarnation, t.step, resumable)))
+
+    def attach_of(self, t: Trainer, digest: str) -> wire.Attach:
+        attach = wire.Attach(
+            wire.PROTOCOL,
+            "run",
+            "model",
+            t.incarnation,
+            t.step,
+            t.version,
+            t.version_step,
+            VOCAB,
+            t.frontier,
+        )
+        return _with(attach, open=t.open, parent=t.parent, digest=digest, origin=t.origin)
+
+    def haunt(self) -> None:
+        """What trainers say that have been replaced."""
+        for t in self.zombies:
+            if t.incarnation < self.attached:
+                version = 10_000 + t.incarnation
+                self.queue += [
+                    (_peer_of(t), self.attach_of(t, "a zombie's")),
+                    (_peer_of(t), wire.NextBatch(t.incarnation, t.step)),
+                    (_peer_of(t), wire.Published(t.incarnation, version, 1000, t.version, "a zombie's")),
+                    (_peer_of(t), wire.Finish(t.incarnation, self.steps, False)),
+                ]
+
+    def to_zombie(self, peer: bytes, message: AnyMessage) -> None:
+        late = int(peer.partition(b":")[2]) < self.attached
+        if late and isinstance(message, wire.Attached | wire.Batch | wire.Finished):
+            self.faults.append(f"{peer.decode()} was replaced, and got {type(message).__name__}")
 
     def to_trainer(self, message: AnyMessage) -> None:
         t = self.trainer
         match message:
             case wire.Attached():
                 t.again = False
+                self.attached = max(self.attached, t.incarnation)
             case wire.Refused():
                 if not message.retry:
                     self.faults.append(message.reason)
@@ -202,6 +231,7 @@ class World:
                     self.train(message)
                 except Killed:
                     self.ends += 1
+                    self.zombies.append(t)
                     self.trainer = self.new_trainer()
                 self.ask()
 
@@ -211,12 +241,12 @@ class World:
         ordinals = tuple(made.key.ordinal for made in batch.groups)
         if t.step in self.repeats and ordinals != self.repeats.pop(t.step):
             self.faults.append(f"step {t.step} was repeated with {ordinals}")
-        if any(lag > CONFIG.max_lag for lags in batch.lags for lag in lags):
+        if any(lag > self.config.max_lag for lags in batch.lags for lag in lags):
             self.faults.append(f"step {t.step}: lags {batch.lags}")
         self.history[t.step] = ordinals
         self.reach("trainer")
         t.step, t.frontier, t.open = t.step + 1, batch.frontier, batch.open
-        if t.step == STEPS:
+        if t.step == self.steps:
             self.finished = True
             return
         parent, t.version, t.version_step = t.version, next(self.versions), t.step
@@ -276,7 +306,7 @@ class World:
                 environment=Counting(),
                 environment_config=EnvironmentConfig(name="counting"),
                 sampling=SamplingConfig(group_size=2, max_tokens=8),
-                config=CONFIG,
+                config=self.config,
                 evaluation=EvalConfig(every=0),
                 seed=1,
                 lease_ids=itertools.count(1000 * (1 + self.ends)),
@@ -308,12 +338,14 @@ class World:
         """Nobody has anything to say: time passes, somebody works, requests are repeated."""
         self.now += 0.5
         self.points["idle"] += 1
-        if self.points["idle"] > IDLE_LIMIT:
+        if self.points["idle"] > self.idle_limit or len(self.faults) > ENOUGH_FAULTS:
             raise AssertionError(f"the run stands still at step {self.trainer.step}: {self.faults}")
         if not self.deliver():
             self.now += 1.5
             self.ask()
             self.queue += [(WORKER, message) for message in self.unacknowledged.values()]
+        if self.points["idle"] % 5 == 0:
+            self.haunt()
         beat = wire.Heartbeat(
             self.served, "serving", tuple(wire.LeaseProgress(lease, 1) for lease in self.work)
         )
@@ -323,7 +355,7 @@ class World:
 
     def failures(self) -> list[str]:
         found = list(self.faults)
-        if sorted(self.history) != list(range(STEPS)):
+        if sorted(self.history) != list(range(self.steps)):
             found.append(f"steps {sorted(self.history)}")
         trained = [ordinal for step in sorted(self.history) for ordinal in self.history[step]]
         twice = [ordinal for ordinal, count in Counter(trained).items() if count > 1]
@@ -371,10 +403,16 @@ class _Listener:
             self._world.to_worker(message)
         elif peer == self._world.peer:
             self._world.to_trainer(message)
+        elif peer in map(_peer_of, self._world.zombies):
+            self._world.to_zombie(peer, message)
         self._world.reach_orchestrator(f"send {type(message).__name__}: after")
 
     async def close(self) -> None:
         pass
+
+
+def _peer_of(trainer: Trainer) -> bytes:
+    return f"trainer:{trainer.incarnation}".encode()
 
 
 def _with(message: Any, **changes: Any) -> Any:
@@ -453,11 +491,30 @@ def _no_consumed_keys() -> Iterator[None]:
     ledger_module.GroupLedger._apply_took = apply  # type: ignore[method-assign]
 
 
+def _no_fence() -> Iterator[None]:
+    """Older incarnations are heard like the newest one."""
+    from orchestrator import control
+
+    attach, trainer = control.refuse_attach, control.refuse_trainer
+
+    def anybody(refuse: Any) -> Any:
+        def look(*args: Any, **options: Any) -> Any:
+            refusal = refuse(*args, **options)
+            return None if refusal is not None and refusal.code == "incarnation" else refusal
+
+        return look
+
+    control.refuse_attach, control.refuse_trainer = anybody(attach), anybody(trainer)
+    yield
+    control.refuse_attach, control.refuse_trainer = attach, trainer
+
+
 GUARDS: dict[str, Callable[[], Iterator[None]]] = {
     "fsync before the ack": _acknowledge_first,
     "the journal of assignments": _no_journal,
     "one group per key": _no_dedup,
     "the consumed keys": _no_consumed_keys,
+    "the fence": _no_fence,
 }
 
 

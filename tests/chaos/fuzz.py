@@ -36,6 +36,8 @@ __all__ = ["Fuzz", "seeds"]
 WORKER = b"w1:1"
 GROWTH_MB = 64
 """What the process may grow by: caches and pools of the interpreter."""
+PROGRESS = 50_000
+"""Messages between two lines about it."""
 HUGE = tuple(kind + b"\xff\xff\xff\xff" for kind in (b"\xdd", b"\xdf", b"\xc6", b"\xdb", b"\xc9"))
 """MessagePack's headers of an array, a map, bytes, a string and an extension of four thousand million."""
 
@@ -225,7 +227,12 @@ def main(messages: int, seed: int) -> None:
     fuzz = Fuzz(seed)
     fuzz.play_messages(min(messages, 20_000))  # caches are warm then
     before, began = rss_mb(), time.monotonic()
-    fuzz.play_messages(messages)
+    for done in range(0, messages, PROGRESS):
+        fuzz.play_messages(min(PROGRESS, messages - done))
+        click.echo(
+            f"{min(done + PROGRESS, messages):>9} messages, {time.monotonic() - began:.0f} s, "
+            f"{rss_mb() - before:+.1f} MB"
+        )
     grown = rss_mb() - before
     click.echo(
         f"{messages} messages in {time.monotonic() - began:.0f} s, memory grew by {grown:.1f} MB, seed {seed}"

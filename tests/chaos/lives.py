@@ -13,20 +13,25 @@ what was acknowledged and what was trained:
 
 from __future__ import annotations
 
-import json
 import os
+import signal
 import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
+import msgspec
 
+from async_rl.cli.orchestrator import spool_folder
 from async_rl.procs import Child
+from async_rl.store import StoreConfig, open_store
 from async_rl.store.local_server import LocalServer
-from async_rl.wire import Status
+from orchestrator.config import OrchestratorConfig
+from tests.chaos.evidence import Versions, failures, history_of, left_in, read_log
 from tests.runs import LocalRun
 
 __all__ = ["STORIES", "Outcome", "play"]
@@ -35,6 +40,7 @@ STEPS = 24
 MAX_LAG = 3
 BATCH = 2
 LIMIT_S = 240.0
+STOP_LIMIT_S = 30.0
 HOOKS = Path(__file__).with_name("hooks")
 ROOT = Path(__file__).parents[2]
 
@@ -109,17 +115,16 @@ class _Life:
         else:
             self.children[name] = run.start_worker(name)
 
-    def until_trained(self, limit_s: float) -> Status | None:
-        """The last Status before the run was finished."""
-        status = None
+    def until_trained(self, limit_s: float) -> None:
+        """Until the run is finished, and the orchestrator has seen everybody off."""
         deadline = time.monotonic() + limit_s
         while True:
             for name, child in self.children.items():
                 if not child.running():
                     if name == "trainer" and child.process.returncode == 0:
-                        return status
-                    self.start(name)
-            status = self.run.status() or status
+                        return self.end_orchestrator()
+                    if name != "orchestrator" or child.process.returncode:  # or it has seen everybody off
+                        self.start(name)
             if time.monotonic() > deadline:
                 logs = "\n".join(
                     f"---- {child.name}\n{child.log_tail(10)}" for child in self.children.values()
@@ -127,8 +132,25 @@ class _Life:
                 raise TimeoutError(f"not trained within {limit_s:g} s\n{logs}")
             time.sleep(0.1)
 
+    def end_orchestrator(self) -> None:
+        """It may have been started again after the trainer had finished: then it knows of no end."""
+        child = self.children["orchestrator"]
+        child.signal_group(signal.SIGTERM)
+        if not child.wait_group(time.monotonic() + STOP_LIMIT_S):
+            raise TimeoutError(
+                f"the orchestrator did not stop within {STOP_LIMIT_S:g} s\n{child.log_tail()}"
+            )
 
-def play(kills: tuple[str, ...], folder: Path, store_url: str, model: Path, steps: int = STEPS) -> Outcome:
+
+def play(
+    kills: tuple[str, ...],
+    folder: Path,
+    store_url: str,
+    model: Path,
+    steps: int = STEPS,
+    without: str = "",
+) -> Outcome:
+    """`without`: a guard (delivery.GUARDS) that the processes are started without."""
     log = folder / "test.log"
     settings: dict[str, dict[str, Any]] = {
         "sampling": {"group_size": 2, "max_tokens": 10},
@@ -147,6 +169,7 @@ def play(kills: tuple[str, ...], folder: Path, store_url: str, model: Path, step
     environment = {
         "ASYNC_RL_TEST_LOG": str(log),
         "ASYNC_RL_TEST_KILLS": "; ".join(kills),
+        "ASYNC_RL_TEST_WITHOUT": without,
         "PYTHONPATH": os.pathsep.join([str(HOOKS), str(ROOT)]),
     }
     before = {name: os.environ.get(name) for name in environment}
@@ -156,73 +179,35 @@ def play(kills: tuple[str, ...], folder: Path, store_url: str, model: Path, step
             life = _Life(run)
             for name in ("orchestrator", "trainer", "w1"):
                 life.start(name)
-            status = life.until_trained(LIMIT_S)
+            life.until_trained(LIMIT_S)
     finally:
         for name, value in before.items():
             if value is None:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
-    return check(lines, kills, status, steps)
+    return check(read_log(log), kills, settings, folder, store_url)
 
 
 def check(
-    lines: list[dict[str, Any]], kills: tuple[str, ...], status: Status | None, steps: int
+    lines: list[dict[str, Any]],
+    kills: tuple[str, ...],
+    settings: dict[str, dict[str, Any]],
+    folder: Path,
+    store_url: str,
 ) -> Outcome:
-    failures = []
+    """After everybody has ended; see evidence.py."""
     killed = {line["killed"] for line in lines if "killed" in line}
-    failures += [f"nobody came to {each}" for each in kills if each not in killed]
-    history: dict[int, list[int]] = {}
-    expected: dict[int, list[int]] = {}  # what the steps had that a resume repeats
-    incarnation = -1
-    repeated = 0
-    for line in (line for line in lines if "ordinals" in line):
-        step = line["step"]
-        if line["incarnation"] > incarnation:  # a resume: what came after it did not survive
-            expected = {at: had for at, had in history.items() if at >= step}
-            history = {at: had for at, had in history.items() if at < step}
-            incarnation = line["incarnation"]
-        if step in expected:
-            repeated += 1
-            if expected[step] != line["ordinals"]:
-                failures.append(f"step {step} was repeated with {line['ordinals']}, not {expected[step]}")
-        history[step] = line["ordinals"]
-        if max(line["lags"], default=0) > MAX_LAG:
-            failures.append(f"step {step} has lags {line['lags']}")
-        if line["left_out"]:
-            failures.append(f"step {step} left out {line['left_out']}")
-    if sorted(history) != list(range(steps)):
-        failures.append(f"steps {sorted(history)}")
-    trained = [ordinal for step in sorted(history) for ordinal in history[step]]
-    twice = sorted(ordinal for ordinal, count in Counter(trained).items() if count > 1)
-    if twice:
-        failures.append(f"trained twice: {twice}")
-    acknowledged = {line["acknowledged"] for line in lines if "acknowledged" in line}
-    missing = acknowledged - set(trained)
-    dropped = dict(status.dropped) if status else {}
-    stopped = dropped.pop("stale", 0)  # work that was never acknowledged
-    allowed = sum(dropped.values()) + (status.buffered if status else 0)
-    if len(missing) > allowed + BATCH:  # the last batch was formed after the last look
-        failures.append(
-            f"acknowledged, not trained: {sorted(missing)}; {dropped}, {status and status.buffered}"
-        )
-    unseen = set(range(max(trained, default=-1) + 1)) - set(trained)
-    in_hand = allowed + (status.outstanding if status else 0)
-    if len(unseen) > in_hand + BATCH:
-        failures.append(f"prompts that nobody trained: {sorted(unseen)} of {max(trained)}; {status}")
-    return Outcome(
-        failures,
-        {
-            "kills": len(killed),
-            "lives of the trainer": incarnation + 1,
-            "steps repeated": repeated,
-            "acknowledged": len(acknowledged),
-            "trained": len(trained),
-            "dropped": dropped,
-            "stopped": stopped,
-        },
-    )
+    history = history_of(lines)
+    config = msgspec.convert(settings["orchestrator"], OrchestratorConfig)
+    left = left_in(folder / "orchestrator" / spool_folder("", "out", store_url), config, len(history.steps))
+    found, counts = failures(lines, history, left)
+    with closing(open_store(store_url, StoreConfig())) as store:
+        found += Versions(store).wrong(lines, history, MAX_LAG)
+    found += [f"nobody came to {each}" for each in kills if each not in killed]
+    if sorted(history.steps) != list(range(settings["trainer"]["steps"])):
+        found.append(f"steps {sorted(history.steps)}")
+    return Outcome(found, {"kills": len(killed), **counts})
 
 
 @click.command()
