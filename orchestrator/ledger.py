@@ -178,11 +178,7 @@ class GroupLedger(LedgerState):
 
     def may_lease(self, version: int, now: float) -> bool:
         """Whether a worker that serves `version` would get a lease now."""
-        return (
-            now >= self._slow_until
-            and self.slots_in_use < self.admitted_limit(version)
-            and self.buffered_bytes < self._config.buffer_bytes
-        )
+        return not self.leasing_waits_for(version, now)
 
     def leasing_waits_for(self, version: int, now: float) -> str:
         """Why `may_lease` says no; empty where it says yes."""

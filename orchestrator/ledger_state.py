@@ -96,6 +96,11 @@ class LedgerState:
         return self._pool
 
     @property
+    def spool(self) -> str:
+        """Where the journal is, for people."""
+        return self._journal.where
+
+    @property
     def buffered(self) -> int:
         return len(self._buffer)
 

@@ -494,9 +494,9 @@ def _no_consumed_keys() -> Iterator[None]:
 
 def _no_fence() -> Iterator[None]:
     """Older incarnations are heard like the newest one."""
-    from orchestrator import control
+    from orchestrator import trainer_desk as desk
 
-    attach, trainer = control.refuse_attach, control.refuse_trainer
+    attach, trainer = desk.refuse_attach, desk.refuse_trainer
 
     def anybody(refuse: Any) -> Any:
         def look(*args: Any, **options: Any) -> Any:
@@ -505,9 +505,9 @@ def _no_fence() -> Iterator[None]:
 
         return look
 
-    control.refuse_attach, control.refuse_trainer = anybody(attach), anybody(trainer)
+    desk.refuse_attach, desk.refuse_trainer = anybody(attach), anybody(trainer)
     yield
-    control.refuse_attach, control.refuse_trainer = attach, trainer
+    desk.refuse_attach, desk.refuse_trainer = attach, trainer
 
 
 GUARDS: dict[str, Callable[[], Iterator[None]]] = {
