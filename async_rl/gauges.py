@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from async_rl.view.model import View, WorkerView
 
-__all__ = ["METRICS", "Metric", "Reading", "of_view", "of_worker", "present"]
+__all__ = ["METRICS", "Metric", "Reading", "by_reason", "of_view", "of_worker", "present"]
 
 STATES = ("starting", "serving", "updating", "draining", "quarantined", "gone")
 

@@ -20,14 +20,14 @@ from async_rl.wire import Key, Measured
 from orchestrator.config import VerifyConfig
 from orchestrator.verification import Verifier
 
-__all__ = ["Conduct", "Standing"]
+__all__ = ["Conduct", "Verdict"]
 
 RESCORED_WINDOW = 64
 MOST_WORKERS = 4096
 """Remembered; a fleet whose names change for months must not fill the memory. The longest unheard is forgotten."""
 
 
-class Standing(NamedTuple):
+class Verdict(NamedTuple):
     state: str  # unjudged, good, suspect, guilty
     reason: str
     groups: int
@@ -64,25 +64,25 @@ class Conduct:
         self._records.pop(worker, None)
         self._verifier.forget(worker)
 
-    def standing(self, worker: str) -> Standing:
+    def verdict(self, worker: str) -> Verdict:
         config, record = self._config, self._records.get(worker)
         if record is None:
-            return Standing("unjudged", "", 0)
+            return Verdict("unjudged", "", 0)
         found = self._verifier.finding(worker)
         wrong = [each for each in record.rescored if each]
         faults = [each for each in record.refused if each]
-        standings = [Standing(found.state, found.reason, found.groups)]
+        verdicts = [Verdict(found.state, found.reason, found.groups)]
         if wrong:
             many = len(wrong) >= config.rescore_wrong
             reason = (
                 f"{len(wrong)} of {len(record.rescored)} groups scored again had wrong rewards: {wrong[-1]}"
             )
-            standings.append(Standing("guilty" if many else "suspect", reason, found.groups))
+            verdicts.append(Verdict("guilty" if many else "suspect", reason, found.groups))
         if faults:
             many = 0 < config.max_faults <= len(faults)
             reason = f"{len(faults)} of its last {len(record.refused)} groups were refused: {faults[-1]}"
-            standings.append(Standing("guilty" if many else "suspect", reason, found.groups))
-        worst = max(standings, key=lambda each: _WORSE.index(each.state))
+            verdicts.append(Verdict("guilty" if many else "suspect", reason, found.groups))
+        worst = max(verdicts, key=lambda each: _WORSE.index(each.state))
         if worst.state == "guilty" and not config.quarantine:
             return worst._replace(state="suspect")
         return worst

@@ -106,12 +106,12 @@ class Judging:
                 self._outbox.refuse(worker.peer, UNKNOWN_WORKER)  # so that it says Hello at once
 
     def _judge(self, name: str, session: Session | None, now: float) -> None:
-        standing = self.conduct.standing(name)
-        if standing.state == "suspect" and name not in self._suspects:
-            log.warning("worker suspect", worker=name, reason=standing.reason)
-        (self._suspects.add if standing.state == "suspect" else self._suspects.discard)(name)
-        if standing.state == "guilty" and name not in self._ledger.quarantine:
-            self._quarantine(name, standing.reason, session, now)
+        verdict = self.conduct.verdict(name)
+        if verdict.state == "suspect" and name not in self._suspects:
+            log.warning("worker suspect", worker=name, reason=verdict.reason)
+        (self._suspects.add if verdict.state == "suspect" else self._suspects.discard)(name)
+        if verdict.state == "guilty" and name not in self._ledger.quarantine:
+            self._quarantine(name, verdict.reason, session, now)
 
     def _quarantine(self, name: str, reason: str, session: Session | None, now: float) -> None:
         log.error("worker quarantined", worker=name, reason=reason)

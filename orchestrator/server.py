@@ -36,8 +36,9 @@ log = get_logger(__name__)
 MESSAGES_PER_TURN = 256
 """Written with one fsync. More would only delay the first one's answer."""
 FULL_PAUSE_S = 1.0
+"""Between two attempts to write what was received to a full disk: nobody is answered meanwhile."""
 ROTATE_PAUSE_S = 10.0
-"""Between two attempts to begin a new spool file on a full disk."""
+"""Between two attempts to begin a new spool file there: nobody waits for it."""
 TICK_S = 0.1
 """How late an expiry, a silent worker or the end of a hold may be noticed; far below the limits
 themselves."""

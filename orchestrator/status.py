@@ -77,7 +77,7 @@ def _standings(ledger: GroupLedger, roster: Roster, conduct: Conduct, now: float
         for name in quarantine
     ]
     others = [
-        Standing(worker.name, *conduct.standing(worker.name))
+        Standing(worker.name, *conduct.verdict(worker.name))
         for worker in roster
         if worker.name not in quarantine
     ]

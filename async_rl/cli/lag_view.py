@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from async_rl.view.model import ClusterView, View, WorkerView
+from async_rl.view.model import ClusterView, View, WorkerView, idle_share
 
 __all__ = ["duration", "render_view"]
 
@@ -139,10 +139,9 @@ def _who_waits(view: View) -> str:
     said = f"trainer {share} of its time for batches"
     if view.batch_waits_for:
         said += f" (now: {view.batch_waits_for})"
-    idle = [each for each in view.workers if each.state != "gone" and each.idle_s is not None]
-    served = sum(each.serving_s or 0.0 for each in idle)
-    if served > 0:
-        said += f"; engines idle {min(1.0, sum(each.idle_s or 0.0 for each in idle) / served):.0%}"
+    idle = idle_share(each for each in view.workers if each.state != "gone")
+    if idle is not None:
+        said += f"; engines idle {idle:.0%}"
     if view.leasing_waits_for:
         said += f"; leases wait for {view.leasing_waits_for}"
     return said

@@ -55,7 +55,8 @@ class ObjectInfo(Struct, frozen=True):
 
 class Capabilities(Struct, frozen=True):
     conditional_put: bool
-    """Whether put_if_absent is enforced by the store. Where it is not, two writers can both succeed."""
+    """Whether put_if_absent is enforced by the store. Where it is not, two writers can both succeed at first:
+    `ObjectStore.settled`."""
 
 
 class Upload(Protocol):

@@ -18,7 +18,7 @@ from msgspec import Struct
 from async_rl.view.why import why
 from async_rl.wire import EvalScore, Status, WorkerStatus
 
-__all__ = ["ClusterView", "View", "WorkerView", "clusters_of", "of_status", "over"]
+__all__ = ["ClusterView", "View", "WorkerView", "clusters_of", "idle_share", "of_status", "over"]
 
 N = TypeVar("N", int, float)
 
@@ -116,7 +116,7 @@ class View(Struct, frozen=True, kw_only=True):
 
 def over(view: View, limit: int) -> list[WorkerView]:
     """The workers whose lag is over `limit` optimizer steps. One that serves a version nobody knows the lag of is:
-    nobody can vouch for it. One that is gone or in quarantine, or serves nothing yet, is not: it generates nothing."""
+    nobody can vouch for it. One that is gone, in quarantine, or serves nothing yet, is not: it generates nothing."""
     idle = ("gone", "quarantined")
     serving = (each for each in view.workers if each.state not in idle and each.version is not None)
     return [each for each in serving if each.lag is None or each.lag > limit]
@@ -220,8 +220,6 @@ def clusters_of(workers: Iterable[WorkerView]) -> tuple[ClusterView, ...]:
 def _cluster(name: str, members: list[WorkerView]) -> ClusterView:
     here = [each for each in members if each.state != "gone"]
     versions = [each.version for each in here if each.version is not None]
-    served_s = sum(each.serving_s or 0.0 for each in here if each.idle_s is not None)
-    idle_s = sum(each.idle_s for each in here if each.idle_s is not None)
     return ClusterView(
         cluster=name,
         workers=len(here),
@@ -235,8 +233,15 @@ def _cluster(name: str, members: list[WorkerView]) -> ClusterView:
         lag_s=max((each.lag_s for each in here if each.lag_s is not None), default=None),
         tokens_per_s=_sum(each.tokens_per_s for each in here),
         sync_bytes=_sum(each.sync_bytes for each in members),
-        idle=min(1.0, idle_s / served_s) if served_s else None,
+        idle=idle_share(here),
     )
+
+
+def idle_share(workers: Iterable[WorkerView]) -> float | None:
+    """Of the time in which these workers served: their engines had nothing to do. None where nobody told."""
+    told = [each for each in workers if each.idle_s is not None]
+    served_s = sum(each.serving_s or 0.0 for each in told)
+    return min(1.0, sum(each.idle_s or 0.0 for each in told) / served_s) if served_s else None
 
 
 def _sum(values: Iterable[N | None]) -> N | None:

@@ -7,6 +7,8 @@ import pytest
 
 from async_rl import wire
 from async_rl.cli.lag import render
+from async_rl.gauges import of_view
+from async_rl.view.model import of_status
 from async_rl.wire import Array, Measured
 from orchestrator.config import EvalConfig, VerifyConfig
 from orchestrator.quarantine import LONGEST_S, Quarantine
@@ -63,6 +65,8 @@ def test_refused_groups_make_suspect_and_then_quarantined_and_the_worker_is_told
     kept = standing(play, "w1")
     assert (kept.state, kept.left_s) == ("quarantined", 100.0) and "were refused" in kept.reason
     assert play.status().workers[0].state == "quarantined"
+    states = [each for each in of_view(of_status(play.status())) if each.name == "async_rl_worker_state"]
+    assert [each.labels["state"] for each in states if each.value] == ["quarantined"], "for an alert"
 
 
 def test_a_broken_message_of_a_worker_counts_and_a_strangers_does_not():

@@ -33,6 +33,7 @@ SERVING = WorkerView(
         ({"lag_versions": 2, "lacks": 5, "fetching_version": 6}, "fetching"),
         ({"state": "starting", "version": None, "fetching_version": 4}, "starting"),
         ({"state": "draining", "last_seen_s": 99.0}, "draining"),
+        ({"state": "quarantined", "last_seen_s": 9.0}, "quarantined"),
         ({"last_seen_s": 5.1, "lag_versions": 1, "fetching_version": 4}, "silent"),
         ({"state": "gone", "last_seen_s": 99.0}, "gone"),
         ({"lag_versions": None}, "unknown"),
@@ -53,6 +54,7 @@ def test_a_lag_that_nobody_knows_is_over_every_limit_and_a_worker_that_makes_not
         WorkerView(worker="late", state="serving", version=1, lag=3),
         WorkerView(worker="stranger", state="serving", version=9, lag=None),
         WorkerView(worker="gone", state="gone", version=0, lag=50),
+        WorkerView(worker="kept", state="quarantined", version=0, lag=50),
         WorkerView(worker="starting", state="starting"),
     )
     view = View(source="here", workers=workers)
