@@ -11,6 +11,8 @@ VENV   := .venv
 ENGINE ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo gpu || echo cpu)
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready-$(ENGINE)
+# Tests wait more than they compute: two at a time, the tests of a file in one process. PARALLEL= for one after the other.
+PARALLEL ?= -n 2 --dist loadfile
 # Nothing is ever fetched from a model hub.
 export HF_HUB_OFFLINE := 1
 
@@ -20,14 +22,14 @@ demo: $(READY)
 	@$(BIN)/python -m async_rl demo $(ARGS)
 
 test: $(READY)
-	$(BIN)/python -m pytest -m "not long" $(ARGS)
+	$(BIN)/python -m pytest -m "not long" $(PARALLEL) $(ARGS)
 
 check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest tests/unit -q -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest tests/unit -q -m "not slow" $(PARALLEL) $(ARGS)
 
 bench: $(READY) $(VENV)/.bench-models
 	$(BIN)/python -m tests.bench $(ARGS)

@@ -45,10 +45,13 @@ def command(
     can be chosen: `--set rollout.engine=reference`, `--set rollout.tensor_parallel=2`, …
     """
     from async_rl.cli.runfile import read_worker_options
+    from async_rl.exporter import address_of
     from async_rl.log import setup
 
     rollout, store, weights = read_worker_options(overrides)
     key = client_key(key_file, server_key)
+    if metrics_address:
+        address_of(metrics_address)  # refused now, not after the wait for a run
     setup(f"rollout {worker_id}".strip())
     from workers.rollout_process import run_worker
 

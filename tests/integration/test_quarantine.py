@@ -16,7 +16,7 @@ from orchestrator.spool import committed_bodies
 from tests import liar
 from tests.runs import LocalRun
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(240)]
 
 LIMIT_S = 100.0
 

@@ -38,7 +38,8 @@ class Cluster:
 
     def __init__(self, folder: Path, model: Path, **config) -> None:
         self.folder = folder
-        self.trainer = Trainer(open_store(f"file://{folder}/run"), model)
+        self.store = open_store(f"file://{folder}/run")
+        self.trainer = Trainer(self.store, model)
         self.trainer.publish()
         self.network = MemoryNetwork()
         self.lose = 0  # leases
@@ -49,7 +50,7 @@ class Cluster:
             sampling=SamplingConfig(group_size=2, max_tokens=8),
             config=OrchestratorConfig(
                 batch_groups=1,
-                heartbeat_s=0.1,
+                heartbeat_s=1.0,
                 lease_s=600.0,
                 straggler_hold_s=0.0,
                 drop_no_signal=False,
@@ -94,11 +95,12 @@ class Cluster:
     async def worker(self, name: str) -> AsyncIterator[RolloutWorker]:
         config = RolloutConfig(engine="reference", max_sequences=2, max_model_len=300)
         engine, ending = make_engine(config), Ending()
-        store = self.trainer.store
         worker = RolloutWorker(
             name=name,
             run=self.trainer.run,
-            subscriber=Subscriber(store, self.trainer.run, self.folder / name, WeightsConfig(poll_s=0.05)),
+            subscriber=Subscriber(
+                self.store, self.trainer.run, self.folder / name, WeightsConfig(poll_s=0.05)
+            ),
             engine=engine,
             dialer=self.network.dial(self.address, name),
             config=config,
