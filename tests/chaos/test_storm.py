@@ -34,7 +34,7 @@ def test_a_run_in_a_storm_loses_nothing_and_gets_on(
 ) -> None:
     outcome = play(Plan(SEED, SECONDS, workers=1), tmp_path, s3_url, seaweed, tiny_model)
     assert not outcome.failures, "\n".join(outcome.failures)
-    assert outcome.counts["trained"] >= 8
+    assert outcome.counts["trained"] >= 4
 
 
 @pytest.mark.long
