@@ -77,6 +77,9 @@ __all__ = ["Control", "Outgoing"]
 
 log = get_logger(__name__)
 
+REASON_CHARS = 1000
+"""Of what a worker says; it is kept with dead letters, and sent with every Status."""
+
 _FINISHED = Drain("the run is finished")
 
 Outgoing: TypeAlias = list[tuple[bytes, AnyMessage]]
@@ -508,7 +511,7 @@ class Control:
         self._send(worker.peer, Nack(lease, group.key, f"{fault.code}: {fault.detail}"))
 
     def _fail(self, session: Session, worker: Worker, failed: Failed, now: float) -> None:
-        reason = f"{worker.name}: {failed.reason}"
+        reason = f"{worker.name}: {failed.reason[:REASON_CHARS]}"
         counted = not failed.returned
         if failed.key.split == "eval":
             self._note(session.evals.fail(failed.lease, worker.name, reason, counted=counted))
