@@ -40,7 +40,7 @@ import msgspec
 from msgspec import Raw
 
 from async_rl.algo.staleness import Node, Tree
-from async_rl.errors import Corrupt, Malformed
+from async_rl.errors import Corrupt, Malformed, StoreUnavailable
 from async_rl.log import get_logger
 from async_rl.wire import Group, Key, LeaseProgress
 from orchestrator.branches import Branches
@@ -405,12 +405,17 @@ class GroupLedger:
     # ---------------------------------------------------------------- the journal
 
     def restore(self, records: Iterable[tuple[Record, Place]], now: float) -> int:
-        """Play a journal; how many records it had. Leases that ran get their whole time again."""
+        """Play a journal; how many records it had. Leases that ran get their whole time again. Raises StoreUnavailable
+        where a first file is to be begun and the disk is full."""
         count = 0
         for record, place in records:
             self._apply(record, place, now)
             count += 1
-        self.rotate()
+        try:
+            self.rotate()
+        except StoreUnavailable:
+            if not count:
+                raise  # else the newest file goes on, and a new one is begun when there is room
         return count
 
     def rotate(self) -> None:
