@@ -9,11 +9,13 @@ costs one answer. Nobody is authenticated, so it listens on loopback unless a ho
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from socket import socket
+from socket import SHUT_RDWR, socket
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -117,19 +119,27 @@ class _Server(ThreadingHTTPServer):
 
     def __init__(self, address: tuple[str, int], source: Source) -> None:
         self.source = source
-        self._free = threading.BoundedSemaphore(AT_ONCE)
+        self._open: dict[Any, float] = {}  # connections that are answered, and until when
         super().__init__(address, _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if not self._free.acquire(blocking=False):
+        if len(self._open) >= AT_ONCE:
             return self.shutdown_request(request)
+        self._open[request] = time.monotonic() + REQUEST_LIMIT_S
         super().process_request(request, client_address)
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._free.release()
+    def shutdown_request(self, request: Any) -> None:
+        self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """The handler's own limit is one on each read: a client that sends a byte now and then would hold its place
+        for ever, and a few of them all places."""
+        now = time.monotonic()
+        for request in [each for each, until in list(self._open.items()) if until <= now]:
+            self._open.pop(request, None)
+            with contextlib.suppress(OSError):
+                request.shutdown(SHUT_RDWR)
 
     def handle_error(self, request: socket | tuple[bytes, socket], client_address: Any) -> None:
         log.debug("a client of the metrics went away", client=str(client_address))

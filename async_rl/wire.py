@@ -44,6 +44,10 @@ Name = Annotated[str, Meta(max_length=256)]
 Text = Annotated[str, Meta(max_length=1 << 20)]
 Count = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(ge=0)]
+Amount = Annotated[float, Meta(ge=0, le=1e15)]
+"""What a worker says of itself: finite and not NaN, or whoever shows it, or adds it up, would trip over it."""
+MOST_LEASES = 1 << 16
+"""In the hands of one worker, as far as a heartbeat can tell; a list of millions would only keep us busy."""
 
 
 class Array(Struct, frozen=True, array_like=True, gc=False):
@@ -116,8 +120,8 @@ class Group(Struct, frozen=True, array_like=True, gc=False):
     prompt: Array  # <i4 [P], the prompt's token ids, shared by all samples
     samples: tuple[Sample, ...]
     worker: Name = ""
-    generate_s: Seconds = 0.0
-    reward_s: Seconds = 0.0
+    generate_s: Amount = 0.0
+    reward_s: Amount = 0.0
 
 
 class EvalScore(Struct, frozen=True, array_like=True):
@@ -193,18 +197,19 @@ class LeaseProgress(Struct, frozen=True, array_like=True, gc=False):
 class Heartbeat(Struct, frozen=True, array_like=True, gc=False, tag="heartbeat"):
     version: int  # served
     state: Literal["starting", "serving", "updating", "draining"]
-    progress: tuple[LeaseProgress, ...] = ()
+    progress: Annotated[tuple[LeaseProgress, ...], Meta(max_length=MOST_LEASES)] = ()
     fetching_version: int = -1  # -1: none
-    fetched_fraction: float = 0.0
-    tokens_per_s: Seconds = 0.0
+    fetched_fraction: Amount = 0.0
+    tokens_per_s: Amount = 0.0
     running: Count = 0  # sequences in the engine
     queued: Count = 0
     sync_bytes: Count = 0  # of the versions fetched so far, what was downloaded for them
-    pause_s: Seconds = 0.0  # the last pause of generation for an update
-    cache_used: float = 0.0  # share of the engine's KV cache
-    oldest_s: Seconds = 0.0  # since the oldest sequence in the engine began
-    idle_s: Seconds = 0.0  # in all, since it began to serve: the engine had nothing to do
-    finished: tuple[Count, ...] = ()  # leases whose groups wait for their Ack
+    pause_s: Amount = 0.0  # the last pause of generation for an update
+    cache_used: Amount = 0.0  # share of the engine's KV cache
+    oldest_s: Amount = 0.0  # since the oldest sequence in the engine began
+    idle_s: Amount = 0.0  # in all, since it began to serve: the engine had nothing to do
+    # Leases whose groups wait for their Ack:
+    finished: Annotated[tuple[Count, ...], Meta(max_length=MOST_LEASES)] = ()
 
 
 class GroupDone(Struct, frozen=True, array_like=True, gc=False, tag="group_done"):

@@ -24,6 +24,9 @@ LOGPROB_TOLERANCE = 1e-4
 REWARD_TOLERANCE = 1e-6
 """Rewards travel as 64-bit floats, but an environment may have summed them in fewer bits."""
 
+SHOWN = 16
+"""Numbers of a list that a detail names."""
+
 _DTYPES = {"tokens": "<i4", "logprobs": "<f4", "mask": "|u1", "spans": "<i4"}
 
 
@@ -173,16 +176,22 @@ def _examine_spans(sample: Sample, length: int, oldest: int, versions: Versions)
         return Fault("shape", f"{flat.size} numbers are no (version, tokens) pairs")
     served, counts = flat[0::2], flat[1::2]
     if (counts <= 0).any() or int(counts.sum(dtype=np.int64)) != length:
-        return Fault("shape", f"spans of {counts.tolist()} tokens do not sum to {length}")
+        return Fault("shape", f"spans of {_few(counts)} tokens do not sum to {length}")
     if (np.diff(served) < 0).any():
-        return Fault("version", f"versions {served.tolist()} go backwards")
+        return Fault("version", f"versions {_few(served)} go backwards")
     if (newest := int(served[-1])) > versions.newest:
         return Fault("early", f"version {newest} is not known here yet, the newest is {versions.newest}")
     if any(versions.step_of(version) is None for version in served.tolist()):
-        return Fault("version", f"versions {served.tolist()} are not all of this run")
+        return Fault("version", f"versions {_few(served)} are not all of this run")
     if int(served[0]) < oldest:
         return Fault("version", f"sampled by version {int(served[0])}, version {oldest} is being measured")
     return tuple(sorted(set(served.tolist())))
+
+
+def _few(numbers: np.ndarray) -> str:
+    """For people. A detail goes into logs, dead letters and every Status: millions of numbers would fill them."""
+    listed = ", ".join(map(str, numbers[:SHOWN].tolist()))
+    return f"[{listed}]" if len(numbers) <= SHOWN else f"[{listed}, … {len(numbers)} in all]"
 
 
 def _all_within(ids: np.ndarray, size: int) -> bool:

@@ -66,6 +66,9 @@ __all__ = ["Control", "Outgoing"]
 
 log = get_logger(__name__)
 
+REASON_CHARS = 1000
+"""Of what a worker says; it is kept with dead letters, and sent with every Status."""
+
 
 class Control:
     def __init__(
@@ -340,7 +343,7 @@ class Control:
         counted: bool,
     ) -> None:
         """A lease ends without a group."""
-        reason = f"{worker.name}: {reason}"
+        reason = f"{worker.name}: {reason[:REASON_CHARS]}"
         if key.split == "eval":
             log_failures(session.evals.fail(lease, worker.name, reason, counted=counted))
         else:

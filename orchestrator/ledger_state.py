@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 import msgspec
 
 from async_rl.algo.staleness import Node, Tree
+from async_rl.errors import StoreUnavailable
 from async_rl.wire import Key
 from orchestrator.branches import Branches
 from orchestrator.config import OrchestratorConfig
@@ -137,12 +138,17 @@ class LedgerState:
     # ---------------------------------------------------------------- the journal
 
     def restore(self, records: Iterable[tuple[Record, Place]], now: float) -> int:
-        """Play a journal; how many records it had. Leases that ran get their whole time again."""
+        """Play a journal; how many records it had. Leases that ran get their whole time again. Raises StoreUnavailable
+        where a first file is to be begun and the disk is full."""
         count = 0
         for record, place in records:
             self._apply(record, place, now)
             count += 1
-        self.rotate()
+        try:
+            self.rotate()
+        except StoreUnavailable:
+            if not count:
+                raise  # else the newest file goes on, and a new one is begun when there is room
         return count
 
     def rotate(self) -> None:

@@ -29,6 +29,10 @@ once."""
 SHOWN_GONE_S = 60.0
 """How long a worker that is gone stays in Status, so that somebody who watches sees which one it was."""
 
+MOST_OUTDATED = 64
+"""Entries of Emptiest more than there are workers in it, before they are looked through: a millisecond for a thousand
+workers, once in a thousand messages."""
+
 
 class Worker(msgspec.Struct):
     name: str
@@ -122,13 +126,20 @@ class Emptiest:
 
     Kept from message to message, by the version they serve: a fleet is a thousand workers, few of them change with
     each message, and whether there is a lease for a worker depends on its version alone. What is in a heap is what
-    was true when the worker was last touched; it is looked at again when its turn comes."""
+    was true when the worker was last touched; it is looked at again when its turn comes. An entry whose turn never
+    comes (of a version that gets no leases any more, or of a worker that became emptier) goes when as many again
+    were added."""
 
     def __init__(self, roster: Roster, leases: Callable[[str], int]) -> None:
         """`leases`: how many a worker holds."""
         self._roster, self._leases = roster, leases
         self._heaps: dict[int, list[_Entry]] = {}  # by version
         self._newest: dict[str, _Entry] = {}  # of each worker's entries the one that counts
+        self._added = 0  # since the heaps were made
+
+    def __len__(self) -> int:
+        """Entries that are kept, whether they count or not."""
+        return sum(map(len, self._heaps.values()))
 
     def touch(self, worker: Worker) -> None:
         """Something about it may have changed."""
@@ -138,6 +149,7 @@ class Emptiest:
         elif self._newest.get(worker.name) != entry:
             self._newest[worker.name] = entry
             heapq.heappush(self._heaps.setdefault(entry.version, []), entry)
+            self._added += 1
 
     def touch_all(self, names: Iterable[str]) -> None:
         """Those of them that are known."""
@@ -148,6 +160,8 @@ class Emptiest:
 
     def pop(self, wanted: Callable[[int], bool]) -> Worker | None:
         """The emptiest of those whose version is `wanted`, out of its heap until it is touched."""
+        if self._added > len(self._newest) + MOST_OUTDATED:
+            self._make_again()
         tops = [self._top(version) for version in list(self._heaps) if wanted(version)]
         first = min((top for top in tops if top is not None), default=None)
         if first is None:
@@ -155,6 +169,13 @@ class Emptiest:
         heapq.heappop(self._heaps[first.version])
         del self._newest[first.name]
         return self._roster.get(first.name)
+
+    def _make_again(self) -> None:
+        self._heaps, names, self._newest = {}, list(self._newest), {}
+        for worker in map(self._roster.get, names):
+            if worker is not None:
+                self.touch(worker)
+        self._added = 0
 
     def _top(self, version: int) -> _Entry | None:
         """The first entry that is still true."""

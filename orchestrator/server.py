@@ -7,6 +7,7 @@ carries.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import secrets
 import signal
@@ -24,6 +25,7 @@ from async_rl.transport.zmq import ZmqListener
 from orchestrator.config import EvalConfig, OrchestratorConfig, SamplingConfig, check_bind
 from orchestrator.control import Control, Outgoing
 from orchestrator.exported import ExportedStatus
+from orchestrator.hours import Hours
 from orchestrator.prompts import check_prompts
 from orchestrator.rescoring import Rescorer
 from orchestrator.spool import Journal, Spool
@@ -51,7 +53,7 @@ async def serve(
     *,
     full_wait_s: float = 600.0,
     rescorer: Rescorer | None = None,
-    clock: Callable[[], float] = time.monotonic,
+    clock: Callable[[], float] | None = None,
     stop: asyncio.Event,
 ) -> None:
     """Until the run is finished and the workers have left, or `stop` is set. A run that is finished already
@@ -60,27 +62,28 @@ async def serve(
     Each turn waits for: a message from anybody, the next tick, or the stop. It takes all messages that are
     there, writes down what they changed, with one fsync for all of them, and only then sends the answers:
     what is acknowledged is on the disk. Sending never waits: what a peer does not take is dropped, and asked
-    for again.
+    for again. All of a turn happens at one time: `clock` is asked once in each. None: Hours.
     """
+    clock = clock or Hours().turn
     receiving = asyncio.create_task(listener.recv())
     stopping = asyncio.create_task(stop.wait())
-    ticked = rotate_after = clock()
+    now = ticked = rotate_after = clock()
     try:
-        while not control.ended(clock()) and (control.finished or not stop.is_set()):
+        while not control.ended(now) and (control.finished or not stop.is_set()):
             awaited = {receiving} if stopping.done() else {receiving, stopping}
             await asyncio.wait(awaited, timeout=TICK_S, return_when=asyncio.FIRST_COMPLETED)
-            outgoing = []
+            now, outgoing = clock(), []
             if receiving.done():
                 arrived = _with_more(receiving.result(), listener)
-                outgoing = control.receive_all(arrived, clock())
+                outgoing = control.receive_all(arrived, now)
                 receiving = asyncio.create_task(listener.recv())
-            if (now := clock()) - ticked >= TICK_S:
+            if now - ticked >= TICK_S:
                 outgoing += control.tick(now)
                 ticked = now
             if rescorer is not None:
-                outgoing += _rescore(control, rescorer, clock())
-            await _commit(journal, full_wait_s)
-            if (now := clock()) >= rotate_after:
+                outgoing += _rescore(control, rescorer, now)
+            await _commit(journal, full_wait_s, stop)
+            if now >= rotate_after:
                 rotate_after = now + (0.0 if _rotate(control) else ROTATE_PAUSE_S)
             for peer, answer in outgoing:
                 await listener.send(peer, answer)
@@ -106,9 +109,10 @@ def _rescore(control: Control, rescorer: Rescorer, now: float) -> Outgoing:
     return [message for outcome in rescorer.turn(now) for message in control.rescored(outcome, now)]
 
 
-async def _commit(journal: Journal, full_wait_s: float) -> None:
+async def _commit(journal: Journal, full_wait_s: float, stop: asyncio.Event) -> None:
     """In a thread where it waits for the disk. A full disk is waited for: nothing has been acknowledged, so
-    nothing is lost by it. Raises StoreUnavailable after the limit, OSError where the disk fails."""
+    nothing is lost by it. Raises StoreUnavailable after the limit, or where we are to stop; OSError where the disk
+    fails."""
     deadline = time.monotonic() + full_wait_s
     while True:
         try:
@@ -118,10 +122,11 @@ async def _commit(journal: Journal, full_wait_s: float) -> None:
                 journal.commit()
             return
         except StoreUnavailable as error:
-            if time.monotonic() >= deadline:
+            if stop.is_set() or time.monotonic() >= deadline:
                 raise
             log.error("waiting for room on the disk", reason=error.message, hint=error.hint)
-        await asyncio.sleep(FULL_PAUSE_S)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), FULL_PAUSE_S)
 
 
 def _rotate(control: Control) -> bool:
@@ -175,7 +180,8 @@ def run_orchestrator(
         exporter: Exporter | None = None
         try:
             journal = Spool(spool, fsync=config.fsync)
-            now = time.monotonic()
+            hours = Hours()
+            now = hours()
             control = Control(
                 environment=environment,
                 environment_config=environment_config,
@@ -193,7 +199,7 @@ def run_orchestrator(
             )
             if metrics:
                 loop = asyncio.get_running_loop()
-                exporter = Exporter(metrics, ExportedStatus(loop, lambda: control.status(time.monotonic())))
+                exporter = Exporter(metrics, ExportedStatus(loop, lambda: control.status(hours())))
             records = control.restore(journal.replay(), now)
             log.info("spool opened", folder=str(spool), records=records, damaged=journal.damaged)
             stop = asyncio.Event()
@@ -208,6 +214,7 @@ def run_orchestrator(
                 journal,
                 full_wait_s=config.spool_full_wait_s,
                 rescorer=rescorer,
+                clock=hours.turn,
                 stop=stop,
             )
             log.info("run finished" if control.finished else "orchestrator stopped")

@@ -160,8 +160,11 @@ class Spool:
 
     def replay(self) -> Iterator[tuple[Record, Place]]:
         """Every record, oldest first. To be read to its end before anything is appended."""
-        for segment in self._segments:
+        for segment in list(self._segments):
             yield from self._replay_file(segment, last=segment == self._segments[-1])
+        if self._segments and not self._path(self._segments[-1]).stat().st_size:
+            # The end came while it was begun. Without a Snapshot in front nothing may be appended to it.
+            self._path(self._segments.pop()).unlink()
         if self._segments:
             self._open(self._segments[-1])
 

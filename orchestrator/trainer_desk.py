@@ -139,8 +139,11 @@ class TrainerDesk:
                 session.ledger.keep_from(min(resumable, step))
                 self._on_next_batch(session, step, now)
             case Published(version=version, step=step):
-                if version > session.versions.newest and step >= session.versions.newest_step:
-                    parent = message.parent if message.parent >= 0 else session.versions.newest
+                parent = message.parent if message.parent >= 0 else session.versions.newest
+                if version > session.versions.newest and parent >= version:
+                    reason = f"version {version} can't have followed version {parent}: versions only grow"
+                    self._outbox.refuse(session.peer, Refusal("malformed", reason))
+                elif version > session.versions.newest and step >= session.versions.newest_step:
                     session.ledger.publish(Version(version, parent, step, message.digest))
                     session.versions.add(version, now)
                     if session.evals.due(version):

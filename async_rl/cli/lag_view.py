@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from rich.console import Group, RenderableType
@@ -48,9 +49,9 @@ def _summary(view: View) -> Table:
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
     up = f", up {duration(view.uptime_s)}" if view.uptime_s is not None else ""
-    table.add_row("run", f"{view.run or '-'}  incarnation {_n(view.incarnation)}{up}")
+    table.add_row("run", _plain(f"{view.run or '-'}  incarnation {_n(view.incarnation)}{up}"))
     trainer = view.trainer if view.trainer is not None else "its state is unknown here"
-    table.add_row("trainer", f"step {_n(view.step)}, {trainer}")
+    table.add_row("trainer", _plain(f"step {_n(view.step)}, {trainer}"))
     table.add_row(
         "newest version",
         "none yet"
@@ -63,10 +64,10 @@ def _summary(view: View) -> Table:
             "checkpoint", f"of step {view.checkpoint_step}, {duration(view.checkpoint_age_s)} old"
         )
     for name, said in _told_by_orchestrator(view):
-        table.add_row(name, said)
+        table.add_row(name, said if isinstance(said, Text) else _plain(said))
     if view.source.partition("://")[0] in ("s3", "file"):
         table.add_row(
-            "source", Text(f"{view.source}: what only the orchestrator knows is not shown", style="dim")
+            "source", _plain(f"{view.source}: what only the orchestrator knows is not shown", "dim")
         )
     if view.note:
         table.add_row("note", Text(view.note, style="yellow"))
@@ -107,9 +108,11 @@ def _told_by_orchestrator(view: View) -> Iterator[tuple[str, str | Text]]:
             kept = state == "quarantined"
             left = f" ({duration(float(str(standing['left_s'])))} more)" if kept else ""
             said = f"{standing['worker']}{left}: {standing['reason']}"
-            yield str(state), Text(said, style="red" if kept else "yellow")
+            yield str(state), _plain(said, "red" if kept else "yellow")
     for key, reason in (view.dead_letters or ())[-3:]:
-        yield "given up", Text(f"{key}: {reason}", style="yellow", overflow="ellipsis", no_wrap=True)
+        letter = _plain(f"{key}: {reason}", "yellow")
+        letter.overflow, letter.no_wrap = "ellipsis", True
+        yield "given up", letter
 
 
 def histogram(counts: dict[int, int]) -> Text:
@@ -170,7 +173,7 @@ def _clusters(view: View) -> Table:
     table = _table(("cluster",), ("workers", "versions", "lag", "behind", "tokens/s", "synced", "idle"))
     for each in view.clusters:
         table.add_row(
-            each.cluster,
+            _plain(each.cluster),
             f"{each.workers}" + (f" (+{each.gone} gone)" if each.gone else ""),
             _versions(each),
             _lag(each.lag, view.max_lag),
@@ -200,8 +203,8 @@ def _workers(view: View) -> Table:
     table.columns[len(left) - 1].no_wrap = True
     for each in view.workers:
         table.add_row(
-            each.worker,
-            *([each.cluster if each.cluster is not None else "-"] if clusters else []),
+            _plain(each.worker),
+            *([_plain(each.cluster if each.cluster is not None else "-")] if clusters else []),
             _why(each),
             _n(each.version),
             _lag(each.lag, view.max_lag),
@@ -230,7 +233,12 @@ def _why(worker: WorkerView) -> Text:
         said = f"long samples: {duration(worker.oldest_s)}"
     elif worker.why == "paused" and worker.pause_s:
         said = f"paused (before: {duration(worker.pause_s)})"
-    return Text(said, style=style)
+    return _plain(said, style)
+
+
+def _plain(said: str, style: str = "") -> Text:
+    """What others say (workers name themselves): neither markup nor anything that moves a terminal's cursor."""
+    return Text("".join(each if each.isprintable() else "\ufffd" for each in said), style=style)
 
 
 def _versions(cluster: ClusterView) -> str:
@@ -271,7 +279,7 @@ def _counts(counts: dict[str, int]) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    if seconds is None:
+    if seconds is None or not math.isfinite(seconds):
         return "-"
     if seconds < 60:
         return f"{seconds:.1f} s"

@@ -12,6 +12,7 @@ worker's word only when it is new.
 
 from __future__ import annotations
 
+import re
 import time
 from bisect import bisect_right
 from collections.abc import Callable
@@ -38,6 +39,7 @@ from async_rl.weights.run import RunInfo
 __all__ = ["BucketWatch"]
 
 CHECKPOINTS = "checkpoints/"
+_CHECKPOINT = re.compile(r"[0-9]+-[0-9]+")  # incarnation, step
 
 CLOCK_S = 60.0
 """How long the difference between the store's clock and ours is believed: asking takes an object's put and delete."""
@@ -107,7 +109,7 @@ class BucketWatch:
         for info in self._store.list_after(CHECKPOINTS, after):
             name = info.key.removeprefix(CHECKPOINTS)
             stem = name.removesuffix(".json")
-            if "/" not in name and stem != name and stem.replace("-", "", 1).isdecimal():
+            if stem != name and _CHECKPOINT.fullmatch(stem):
                 self._checkpoint = stem, info.modified
 
     def _newest(self) -> Manifest | None:

@@ -34,6 +34,8 @@ __all__ = [
 log = get_logger(__name__)
 
 WORKERS = "workers/"
+MOST_BYTES = 1 << 20
+"""Of a beat: it is a few hundred bytes. Whoever may write there must not fill the memory of all who look."""
 _CLOCK = "clock/"
 
 
@@ -94,6 +96,8 @@ class Beats:
             # Store clocks tick in seconds: what is that young may be replaced within the same one.
             if before is not None and before[0] == info and info.modified < newest - 1.0:
                 found[info.key] = before
+            elif info.size > MOST_BYTES:
+                log.warning("not a reader's beat", key=info.key, bytes=info.size, limit=MOST_BYTES)
             elif (beat := self._read(info.key)) is not None:
                 found[info.key] = info, SeenBeat(beat, info.modified)
         self._seen = found

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import socket
 import threading
 import urllib.error
 import urllib.request
@@ -13,7 +15,7 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from async_rl import wire
+from async_rl import exporter, wire
 from async_rl.cli.runfile import read_run_file
 from async_rl.errors import ConfigError
 from async_rl.exporter import Exporter, Health, address_of
@@ -220,3 +222,30 @@ def test_addresses_that_collide_and_a_limit_below_an_allowed_wait_are_refused(tm
         read_run_file(path, ('metrics.trainer="9100"', 'metrics.orchestrator=":9100"'))
     with pytest.raises(ConfigError, match="is not longer than trainer.batch_wait_s"):
         read_run_file(path, ('metrics.trainer="1"', "metrics.stuck_s=600"))
+
+
+def test_clients_that_send_a_byte_now_and_then_lose_their_places(monkeypatch):
+    monkeypatch.setattr(exporter, "REQUEST_LIMIT_S", 0.3)
+    ended = threading.Event()
+
+    def trickle(client):
+        with contextlib.suppress(OSError):
+            while not ended.wait(0.02):
+                client.sendall(b"x")
+
+    with Exporter("0", Given()) as served:
+        host, port = exporter.address_of(served.address)
+        slow = [socket.create_connection((host, port), LIMIT_S) for _ in range(exporter.AT_ONCE)]
+        senders = [threading.Thread(target=trickle, args=(client,)) for client in slow]
+        for sender in senders:
+            sender.start()
+        try:
+            for client in slow:
+                with contextlib.suppress(ConnectionError):
+                    assert client.recv(1) == b"", "it is told to go"
+            assert get(served.address, "/health")[0] == 200
+        finally:
+            ended.set()
+            for sender, client in zip(senders, slow, strict=True):
+                sender.join()
+                client.close()

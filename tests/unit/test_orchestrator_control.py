@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from async_rl import wire
 from async_rl.errors import EnvironmentFailed, Malformed, NotAllowed
 from async_rl.wire import LeaseProgress
 from orchestrator.config import EvalConfig
-from tests.orchestration import TRAINER, Counting, Play, group, hello, train_key
+from tests.orchestration import TRAINER, Counting, Play, group, hello, sample, train_key
 
 # ---------------------------------------------------------------- handshakes
 
@@ -43,6 +44,30 @@ def test_who_does_not_belong_here_is_refused_for_good_and_told_what_differs(who,
         (refused,) = play.attach(incarnation=2, peer=b"trainer:2", **changes)
     assert isinstance(refused, wire.Refused) and not refused.retry and refused.hint
     assert all(text in refused.reason for text in both)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"parent": 3},
+        {"parent": 4},
+        {"known": ((2, 2, 0, "d"),)},
+        {"known": ((1, 2, 0, "d"), (2, 1, 0, "d"))},
+    ],
+)
+def test_a_trainer_whose_versions_go_round_is_refused(changes):
+    (refused,) = Play().attach(version=3, **changes)
+    assert "can't have followed" in refused.reason
+
+
+@pytest.mark.parametrize("parent", [1, 2])
+def test_a_version_that_follows_itself_or_a_later_one_is_not_published(parent):
+    play = Play()
+    play.attach()
+    worker = play.join()
+    (refused,) = play.say(TRAINER, wire.Published(1, 1, 1, parent, "d"))
+    assert "can't have followed" in refused.reason
+    assert play.status().newest_version == 0 and not play.take(worker, wire.Announce)
 
 
 def turned_away(play, peer, **why):
@@ -479,3 +504,18 @@ def test_the_last_evaluation_does_not_wait_for_leases_that_were_cancelled():
     assert play.status().outstanding == 0
     (ack,) = play.deliver(w1, training[0], version=1)
     assert isinstance(ack, wire.Ack) and play.status().buffered == 1, "what comes all the same is kept"
+
+
+def test_what_a_worker_says_at_length_is_kept_short():
+    play = Play(max_attempts=1)
+    play.attach()
+    w1 = play.join("w1", capacity=2)
+    failed, long = play.leases(w1)
+    play.say(w1, wire.Failed(failed.lease, failed.key, "x" * (1 << 20)))
+    done = group(long.key, 0, n=2)
+    samples = (sample(spans=[(0, 1)] * 100_000), done.samples[1])
+    answers = play.say(w1, wire.GroupDone(long.lease, msgspec.structs.replace(done, samples=samples)))
+    (nack,) = [each for each in answers if isinstance(each, wire.Nack)]
+    assert "100000 in all] tokens do not sum to 4" in nack.reason and len(nack.reason) < 200
+    status = play.status()
+    assert len(status.dead_letters) == 2 and len(wire.encode(status)) < 10_000

@@ -14,6 +14,8 @@ from async_rl.errors import StoreUnavailable
 from async_rl.transport.memory import MemoryNetwork
 from orchestrator import server
 from orchestrator.config import EvalConfig, VerifyConfig
+from orchestrator.hours import Hours
+from orchestrator.records import Leased
 from orchestrator.rescoring import Rescorer
 from orchestrator.server import serve
 from orchestrator.spool import MemoryJournal
@@ -189,3 +191,63 @@ async def test_a_worker_that_makes_up_rewards_is_found_while_groups_are_acknowle
     stop.set()
     await asyncio.wait_for(serving, LIMIT_S)
     rescorer.close()
+
+
+class FullForMinutes(MemoryJournal):
+    """From the first lease on there is no room, for five minutes of the test's clock."""
+
+    def __init__(self, full):
+        super().__init__()
+        self.clock_s, self.full = 1000.0, full
+
+    def commit(self):
+        if self.full and any(isinstance(record, Leased) for record in self.records):
+            self.clock_s += 100.0
+            self.full -= 1
+            raise StoreUnavailable("the disk is full")
+
+
+async def test_after_minutes_of_a_full_disk_nobody_was_silent_and_no_lease_has_expired(monkeypatch):
+    monkeypatch.setattr(server, "FULL_PAUSE_S", 0.01)
+    network, journal = MemoryNetwork(), FullForMinutes(3)
+    listener = network.bind()
+    play = Play(journal=journal)
+    play.attach()
+    stop, hours = asyncio.Event(), Hours(lambda: journal.clock_s)
+    serving = asyncio.ensure_future(serve(listener, play.control, journal, clock=hours.turn, stop=stop))
+    async with asyncio.timeout(LIMIT_S):
+        dialer = network.dial(listener.address, "w1")
+        await dialer.send(hello())
+        await dialer.recv()
+        await dialer.send(wire.Credit(2, 0))
+        for _ in range(2):
+            assert isinstance(await dialer.recv(), wire.Lease)
+        assert journal.clock_s == 1300.0
+        watcher = network.dial(listener.address, "watcher")
+        for _ in range(2):  # the first answer is of the turn in which we came back
+            await watcher.send(wire.StatusRequest())
+            status = await watcher.recv()
+    (worker,) = status.workers
+    assert (worker.state, worker.leases) == ("serving", 2)
+    assert worker.last_seen_s < 1.0 and hours() - 1000.0 < 1.0
+    stop.set()
+    await asyncio.wait_for(serving, LIMIT_S)
+
+
+async def test_a_stop_ends_the_wait_for_room_on_a_full_disk():
+    network, journal = MemoryNetwork(), FullForMinutes(1 << 30)
+    listener = network.bind()
+    play = Play(journal=journal)
+    play.attach()
+    stop = asyncio.Event()
+    serving = asyncio.ensure_future(serve(listener, play.control, journal, stop=stop))
+    dialer = network.dial(listener.address, "w1")
+    await dialer.send(hello())
+    await dialer.recv()
+    await dialer.send(wire.Credit(2, 0))
+    async with asyncio.timeout(LIMIT_S):
+        while journal.clock_s == 1000.0:
+            await asyncio.sleep(0)
+    stop.set()
+    with pytest.raises(StoreUnavailable, match="is full"):
+        await asyncio.wait_for(serving, LIMIT_S)

@@ -210,6 +210,41 @@ def test_a_disk_that_is_full_when_a_new_file_is_begun_leaves_the_old_one_in_use(
     assert [record.ordinal for record, _ in found if hasattr(record, "ordinal")] == [0, 1, 2]
 
 
+def test_an_orchestrator_that_starts_on_a_full_disk_goes_on_with_the_file_it_has(folder, monkeypatch):
+    config = OrchestratorConfig()
+    spool = Spool(folder, segment_bytes=100)
+    ledger = GroupLedger(config, spool, itertools.count())
+    ledger.restore(spool.replay(), 0.0)
+    ledger.open("run", "model")
+    for version in range(10):
+        ledger.publish(Version(version, version - 1, version, ""))
+    spool.commit()
+    spool.close()
+    (folder / "00000002.log").write_bytes(b"aRL1 cut short")  # the end came while it was begun
+
+    def full(self, path, data):
+        raise OSError(errno.ENOSPC, "no space")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Spool, "_write_file", full)
+        spool = Spool(folder, segment_bytes=100)
+        ledger = GroupLedger(config, spool, itertools.count())
+        ledger.restore(spool.replay(), 0.0)
+        assert spool.due() and [path.name for path in folder.glob("*.log")] == ["00000001.log"]
+        assert ledger.opened.run == "run" and len(ledger.tree) == 10
+        ledger.publish(Version(10, 9, 10, ""))
+        spool.commit()
+        with pytest.raises(StoreUnavailable, match="is full"):
+            GroupLedger(config, new := Spool(folder / "new"), itertools.count()).restore(new.replay(), 0.0)
+    ledger.rotate()
+    ledger.publish(Version(11, 10, 11, ""))
+    spool.close()
+    spool = Spool(folder)
+    ledger = GroupLedger(config, spool, itertools.count())
+    ledger.restore(spool.replay(), 0.0)
+    assert sorted(ledger.tree) == list(range(12))
+
+
 def test_a_ledger_on_a_disk_keeps_only_the_files_it_may_need(folder):
     config = OrchestratorConfig(batch_groups=2, max_lag=1, straggler_hold_s=0.0)
     spool = Spool(folder, segment_bytes=4000)

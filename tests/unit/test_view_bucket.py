@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import io
+
 import msgspec
 import pytest
+from rich.console import Console
 
+from async_rl.cli.lag_view import render_view
 from async_rl.errors import AccessDenied
 from async_rl.store.file import FileStore
 from async_rl.view.bucket import BucketWatch
@@ -138,3 +142,26 @@ def test_a_run_without_a_version_is_shown_as_one(tmp_path):
     view = BucketWatch(store, run).look()
     assert (view.newest_version, view.workers, view.step) == (None, (), None)
     assert msgspec.json.decode(msgspec.json.encode(view))["schema"] == 1
+
+
+def test_what_strangers_write_into_the_bucket_is_left_out_or_shown_and_breaks_no_view(world):
+    world.beat()
+    world.store.put("checkpoints/00000000-0000000004.json", b"{}")
+    for name in ("5-", "5", "-5", "³-4", "5-6-7"):
+        world.store.put(f"checkpoints/{name}.json", b"")
+    world.store.put("workers/half.json", b'{"worker":"half","versions":[')
+    world.store.put("workers/deep.json", b"[" * 100_000)
+    world.store.put(
+        "workers/large.json", b'{"worker":"large","versions":[],"expires_s":9e9}' + b" " * (1 << 20)
+    )
+    world.store.put(
+        "workers/absurd.json",
+        b'{"worker":"[/]","versions":[],"expires_s":1e308,"version":99999999999999999999,"fetching":-7,'
+        b'"fetched_fraction":-1e308,"tokens_per_s":-1e308,"sync_bytes":-1,"state":"\\u001b[2J","lacks":-9}',
+    )
+    view = world.watch.look()
+    assert view.checkpoint_step == 4
+    assert [each.worker for each in view.workers] == ["[/]", "w1"]
+    out = io.StringIO()
+    Console(file=out).print(render_view(view))
+    assert "\x1b" not in out.getvalue()

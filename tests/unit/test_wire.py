@@ -25,7 +25,7 @@ def strategy_of(annotation):
         return st.text(max_size=20)
     if annotation is wire.Count:
         return st.integers(0, 2**40)
-    if annotation is wire.Seconds:
+    if annotation in (wire.Seconds, wire.Amount):
         return st.floats(0, 1e6)
     if annotation is memoryview:
         return st.binary(max_size=16).map(memoryview)
@@ -33,6 +33,8 @@ def strategy_of(annotation):
     if origin is typing.Literal:
         return st.sampled_from(args)
     if origin is typing.Annotated:
+        if typing.get_origin(args[0]) is tuple:
+            return strategy_of(args[0])
         return st.integers(1, 1000) if args[0] is int else st.floats(0.1, 10)
     if origin is tuple and args[-1] is Ellipsis:
         return st.lists(strategy_of(args[0]), max_size=3).map(tuple)
@@ -95,6 +97,15 @@ def test_a_damaged_message_gives_a_message_or_malformed_and_nothing_else(data):
         (["credit", -1, 0], ">= 0"),
         (["heartbeat", 0, "sleeping"], "sleeping"),
         ({"version": 1}, "Expected `array`"),
+        (["heartbeat", 0, "serving", [], -1, float("nan")], ">= 0.0"),
+        (["heartbeat", 0, "serving", [], -1, 0.0, float("inf")], "<= 1"),
+        (["heartbeat", 0, "serving", [], -1, 0.0, 0.0, 0, 0, 0, 0.0, float("nan")], ">= 0.0"),
+        (["heartbeat", 0, "serving", [], -1, 0.0, 0.0, 0, 0, 0, 0.0, 0.0, float("inf")], "<= 1"),
+        (["heartbeat", 0, "serving", [[1, 2]] * (wire.MOST_LEASES + 1)], "length <= 65536"),
+        (
+            ["heartbeat", 0, "serving", [], -1, 0.0, 0.0, 0, 0, 0, 0.0, 0.0, 0.0, 0.0, [1] * 70_000],
+            "length <= 65536",
+        ),
     ],
 )
 def test_a_wrong_message_is_refused_with_the_reason(fields, what):
