@@ -85,9 +85,8 @@ def quick(group: Group, need: Requirements, versions: Versions) -> tuple[tuple[i
         return None
     if b"".join(masks).translate(None, b"\0\1"):
         return None
-    if (
-        _MAXIMUM(np.frombuffer(b"".join(ids), "<u4")) >= need.vocab_size
-    ):  # a negative id is a large one here
+    largest = _MAXIMUM(np.frombuffer(b"".join(ids), "<u4"))  # a negative id is a large one here
+    if largest >= need.vocab_size:
         return None
     flat = np.frombuffer(b"".join(logprobs), "<f4")
     # Neither of the two is true of NaN.

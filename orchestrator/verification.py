@@ -180,9 +180,8 @@ class Verifier:
                 if not self._enough(chosen):
                     continue
             elif (mean := abs(sum(row.values[at] * row.tokens for row in rows)) / tokens) <= limit / 2:
-                judged.append(
-                    (mean / limit, False, "")
-                )  # no standard error can make it worse: the usual case
+                # No standard error can make it worse: the usual case.
+                judged.append((mean / limit, False, ""))
                 continue
             sure, guilt, against = _sure(basis, at, chosen)
             mean, _ = _mean([row.values[at] for row in chosen], chosen)

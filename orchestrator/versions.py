@@ -20,13 +20,11 @@ class Versions:
     def __init__(self, tree: Tree, version: int, now: float) -> None:
         self._tree = tree
         self._steps: dict[int, int | None] = {}  # what `step_of` found, until something is added
-        self._oldest: dict[
-            tuple[tuple[int, ...], ...], tuple[int, ...] | None
-        ] = {}  # likewise, `oldest_steps`
+        # Likewise, `oldest_steps`.
+        self._oldest: dict[tuple[tuple[int, ...], ...], tuple[int, ...] | None] = {}
         self._since: dict[int, float] = {}
-        self._order: list[
-            int
-        ] = []  # ascending: versions and their steps both only grow within an incarnation
+        # Ascending: versions and their steps both only grow within an incarnation.
+        self._order: list[int] = []
         self.add(version, now)
 
     @property

@@ -59,9 +59,8 @@ class StepStats:
     masked_positive: float  # of the tokens with a positive advantage, the part outside the trust region
     masked_negative: float
     entropy: float  # of the policy, nats per token
-    measured: tuple[
-        tuple[float, ...], ...
-    ] = ()  # of each slot: tokens, sums of kl, ratio, surprise (algo/mismatch.py)
+    measured: tuple[tuple[float, ...], ...] = ()
+    """Of each slot: tokens, and the sums of kl, ratio and surprise (algo/mismatch.py)."""
 
     @property
     def finite(self) -> bool:

@@ -45,9 +45,7 @@ class Look(Struct, frozen=True):
     cache_used: float = 0.0  # share of its KV cache
     preempted: int = 0  # sequences put out of the cache, since the start
     rewards_wait: bool = False  # rewards wait for their turn: more groups would wait there, too
-    turnaround_s: float = (
-        0.0  # from a finished group to its acknowledgement, with which the next lease comes
-    )
+    turnaround_s: float = 0.0  # from a finished group to its Ack, with which the next lease comes
 
 
 class _Span:

@@ -42,9 +42,7 @@ class TrainSample:
     mask_C: np.ndarray[Any, Any]  # nonzero: a loss token
     lags_C: np.ndarray[Any, Any]  # optimizer steps back to the oldest policy with a part in the token
     advantage: float
-    slots_C: np.ndarray[Any, Any] | None = (
-        None  # where each token is measured (algo/mismatch.py); None: nowhere
-    )
+    slots_C: np.ndarray[Any, Any] | None = None  # where each token is measured (mismatch.py); None: nowhere
 
     @property
     def inputs(self) -> int:

@@ -196,9 +196,7 @@ class Keyring:
         self._entries: dict[str, Allowed] = {}
         self._before: dict[str, Allowed] = {}  # keys that were allowed once: their refusal can say so
         self._broken = ""
-        self.turned_away: Counter[str] = (
-            Counter()
-        )  # connections that the door refused, by reason; see zap.py
+        self.turned_away: Counter[str] = Counter()  # connections that the door (zap.py) refused, by reason
 
     @classmethod
     def open(cls, folder: Path, extra: Iterable[Allowed] = ()) -> Keyring:

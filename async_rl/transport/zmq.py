@@ -77,9 +77,7 @@ class ZmqListener:
         self._keyring = keyring
         self._readable = asyncio.Event()
         self._to_look = False
-        self._loop: asyncio.AbstractEventLoop | None = (
-            None  # that watches the socket, from the first recv on
-        )
+        self._loop: asyncio.AbstractEventLoop | None = None  # watches the socket, from the first recv on
         configure(self._socket, address, max_bytes, high_water)
         if keyring is not None:
             start_zap(self._context, keyring)

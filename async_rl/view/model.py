@@ -102,7 +102,7 @@ class View(Struct, frozen=True, kw_only=True):
     evals: tuple[dict[str, float], ...] | None = None
     dead_letters: tuple[tuple[str, str], ...] | None = None
     standings: tuple[dict[str, object], ...] | None = (
-        None  # whether workers' numbers fit: wire.Standing by name
+        None  # do workers' numbers fit: wire.Standing, by name
     )
     uptime_s: float | None = None
     trainer_waited_s: float | None = None  # for batches
