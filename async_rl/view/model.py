@@ -116,7 +116,7 @@ class View(Struct, frozen=True, kw_only=True):
 
 def over(view: View, limit: int) -> list[WorkerView]:
     """The workers whose lag is over `limit` optimizer steps. One that serves a version nobody knows the lag of is:
-    nobody can vouch for it. One that is gone or in quarantine, or serves nothing yet, is not: it generates nothing."""
+    nobody can vouch for it. One that is gone or in quarantine, or serves nothing yet, is not: it generates none."""
     idle = ("gone", "quarantined")
     serving = (each for each in view.workers if each.state not in idle and each.version is not None)
     return [each for each in serving if each.lag is None or each.lag > limit]
