@@ -138,8 +138,8 @@ class LedgerState:
     # ---------------------------------------------------------------- the journal
 
     def restore(self, records: Iterable[tuple[Record, Place]], now: float) -> int:
-        """Play a journal; how many records it had. Leases that ran get their whole time again. Raises StoreUnavailable
-        where a first file is to be begun and the disk is full."""
+        """Play a journal; how many records it had. Leases that ran get their whole time again. Raises
+        StoreUnavailable where a first file is to be begun and the disk is full."""
         count = 0
         for record, place in records:
             self._apply(record, place, now)
