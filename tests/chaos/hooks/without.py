@@ -23,7 +23,7 @@ def _never_commit() -> None:
     """SIGKILL leaves what was written: without a write, it is as lost as in a power cut."""
     from orchestrator import server
 
-    async def later(journal: Any, full_wait_s: float) -> None:
+    async def later(*_: Any) -> None:
         pass
 
     server._commit = later
