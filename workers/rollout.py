@@ -112,7 +112,7 @@ class RolloutWorker:
         self._refusal = ""
         self._beat_now = asyncio.Event()
         self._speed = _Speed()
-        self._newest = (-1, -1)  # version and step, as announced
+        self.newest = (-1, -1)  # version and step, as announced
 
     async def run(self) -> None:
         """The whole life. Returns after a graceful end; raises what made it impossible to go on."""
@@ -205,7 +205,7 @@ class RolloutWorker:
                     log.warning("group refused", key=key, reason=reason)
                     self.leases.settle(lease)
                 case Announce(version=version, step=step):
-                    self._newest = max(self._newest, (version, step))
+                    self.newest = max(self._newest, (version, step))
                     if version > self.engine.version:
                         self.following.look_now.set()
                 case Cancel(leases=leases, reason=reason):
@@ -337,7 +337,7 @@ class RolloutWorker:
         """For exporters, as the orchestrator would show it. Unknown where the worker itself can't know: how far it is
         behind before anybody has announced a version to it."""
         beat, serving = self._heartbeat(), self.engine.version >= 0
-        version, step = self._newest
+        version, step = self.newest
         served_step = self.following.served_step
         known = serving and served_step >= 0 and version >= 0
         return WorkerView(

@@ -47,7 +47,7 @@ class Outage:
         address = f"tcp://127.0.0.1:{free_ports(1)[0]}"
         settings["orchestrator"] |= {"bind": address, "batch_groups": 4}
         self.run = LocalRun(folder, url, model, **settings)
-        self.run.address = address
+        self.run.address = self.run.dial = address
         self.folder = folder
 
     def start(self) -> None:
