@@ -439,10 +439,10 @@ def points_of(who: str) -> int:
 def _acknowledge_first() -> Iterator[None]:
     inner = server._commit
 
-    async def later(journal: Any, full_wait_s: float) -> None:
+    async def later(journal: Any, full_wait_s: float, stop: asyncio.Event) -> None:
         later.turn += 1  # type: ignore[attr-defined]
         if later.turn % 8 == 0:  # type: ignore[attr-defined]
-            await inner(journal, full_wait_s)
+            await inner(journal, full_wait_s, stop)
 
     later.turn = 0  # type: ignore[attr-defined]
     server._commit = later
