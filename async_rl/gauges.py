@@ -14,7 +14,7 @@ from async_rl.view.model import View, WorkerView
 
 __all__ = ["METRICS", "Metric", "Reading", "of_view", "of_worker", "present"]
 
-STATES = ("starting", "serving", "updating", "draining", "gone")
+STATES = ("starting", "serving", "updating", "draining", "quarantined", "gone")
 
 
 class Metric(NamedTuple):

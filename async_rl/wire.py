@@ -366,7 +366,7 @@ class StatusRequest(Struct, frozen=True, array_like=True, tag="status_request"):
 class WorkerStatus(Struct, frozen=True, array_like=True):
     worker: str
     cluster: str
-    state: str  # starting, serving, updating, draining, gone
+    state: str  # starting, serving, updating, draining, quarantined, gone
     version: int
     lag: int  # optimizer steps behind the trainer; -1 while unknown
     age_s: float  # since this version was committed

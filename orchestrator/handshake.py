@@ -47,6 +47,10 @@ def refuse_attach(
     if attach.protocol != PROTOCOL:
         reason = f"the trainer speaks protocol {attach.protocol}, the orchestrator {PROTOCOL}"
         return Refusal("protocol", reason, _SAME_VERSION)
+    for version, parent in ((attach.version, attach.parent), *(known[:2] for known in attach.known)):
+        if parent >= version:
+            reason = f"version {version} can't have followed version {parent}: versions only grow"
+            return Refusal("malformed", reason, _SAME_VERSION)
     if opened is not None and (attach.run, attach.fingerprint) != (opened.run, opened.fingerprint):
         reason = (
             f"this orchestrator serves run {opened.run!r} (model {opened.fingerprint}), as its spool {spool} says; "

@@ -1,6 +1,5 @@
 """The ledger of training groups: who may generate, what is in the buffer, what makes a batch, and what was trained.
-Pure, time passed in; what happens is written to a journal first, and a journal that is played again gives the same
-ledger.
+Pure, time passed in. Here are the rules, each of which writes records; what the records change is in ledger_state.py.
 
     prompts (endless) ──► PromptPool ──► buffer ──► batch of step s ──► kept until no trainer can come back before s
                           leases         │  ▲                                          │
@@ -33,35 +32,30 @@ swept whenever the step moves.
 from __future__ import annotations
 
 import hashlib
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import msgspec
 from msgspec import Raw
 
-from async_rl.algo.staleness import Node, Tree
-from async_rl.errors import Corrupt, Malformed, StoreUnavailable
+from async_rl.algo.staleness import Node
+from async_rl.errors import Corrupt, Malformed
 from async_rl.log import get_logger
 from async_rl.wire import Group, Key, LeaseProgress
-from orchestrator.branches import Branches
 from orchestrator.config import OrchestratorConfig
-from orchestrator.leases import Held, LeaseTable, name_of
-from orchestrator.pool import Failure, PromptPool
-from orchestrator.quarantine import Quarantine
+from orchestrator.leases import Held
+from orchestrator.ledger_state import NEVER, LedgerState, Stored
+from orchestrator.pool import Failure
 from orchestrator.records import (
     Arrived,
     Assigned,
     Dropped,
     Leased,
-    LeasedPrompt,
     Opened,
     Quarantined,
-    Record,
     Released,
     Resumable,
     Returned,
     Settled,
-    Snapshot,
     Took,
     Version,
     decode_group,
@@ -71,7 +65,7 @@ from orchestrator.records import (
 from orchestrator.spool import Journal, Place
 from orchestrator.versions import Versions
 
-__all__ = ["Delivery", "Formed", "GroupLedger", "Readiness", "Stored", "hash_of"]
+__all__ = ["Delivery", "Formed", "GroupLedger", "Readiness", "hash_of"]
 
 log = get_logger(__name__)
 
@@ -79,21 +73,6 @@ FAILURES_IN_A_ROW = 8
 """So many reported failures without one success between them look like a broken environment, not a bad
 prompt: leasing then slows down, or a broken reward function would eat thousands of prompts a second."""
 SLOWEST_S = 5.0
-DEAD_LETTERS_KEPT = 100
-HASHES_KEPT = 10_000
-"""Of groups that are not in the spool any more: a late duplicate of one is told from other bytes."""
-NEVER = 1 << 60
-"""The ledger itself gives prompts up, and writes it down; its pool does not."""
-
-
-class Stored(msgspec.Struct, frozen=True):
-    """An accepted group, in the journal. `versions`: of each sample, the policies that sampled it."""
-
-    key: Key
-    versions: tuple[tuple[int, ...], ...]
-    place: Place
-    hash: bytes
-    worker: str = ""  # that delivered it
 
 
 class Formed(msgspec.Struct, frozen=True):
@@ -120,63 +99,17 @@ class Readiness(msgspec.Struct, frozen=True):
     reason: str
 
 
-class GroupLedger:
-    """`dropped` counts groups by reason; under `stale`, work that was stopped, whose prompts were leased again.
-    `versions` is set by whoever knows the trainer, before anything is leased."""
+class GroupLedger(LedgerState):
+    """`versions` is set by whoever knows the trainer, before anything is leased."""
 
     def __init__(self, config: OrchestratorConfig, journal: Journal, ids: Iterator[int]) -> None:
-        self.opened: Opened | None = None
-        self.incarnation = -1  # of the trainer that took the run last
-        self.next_step = 0  # of the next batch that will be formed
-        self.frontier = 0  # the next prompt ordinal that was never leased
-        self.resumable = 0
-        self.dropped: Counter[str] = Counter()
-        self.dead_letters: deque[tuple[str, str]] = deque(maxlen=DEAD_LETTERS_KEPT)
-        self.tree = Tree()
-        self.quarantine = Quarantine(config.verify.quarantine_s)
+        super().__init__(config, journal, ids)
         self.versions: Versions | None = None
-        self._config = config
-        self._journal = journal
-        self._pool = PromptPool(LeaseTable(ids, config.lease_s), NEVER)
-        self._branches = Branches()
-        self._replay: dict[int, Assigned] = {}  # by step: what comes before anything new
         self._swept = -1  # the step for which the buffer was looked through
-        self._level_at = 0  # step of the last version of the branch that is being repeated
-        self._level_by = float("-inf")  # when it is not waited for any longer
-        self._stored: dict[int, Stored] = {}  # by ordinal: every group that may still be asked for
-        self._buffer: dict[Key, Stored] = {}  # those of them that no step of this branch has
-        self._buffered_bytes = 0
-        self._hashes: dict[int, bytes] = {}  # of settled groups
-        self._given_up: deque[int] = deque(
-            maxlen=1000
-        )  # late results for these are refused with the reason
-        self._full_since: float | None = None  # since when a whole batch is buffered
         self._failures_in_a_row = 0
         self._slow_until = float("-inf")
 
-    # ---------------------------------------------------------------- looking
-
-    @property
-    def pool(self) -> PromptPool:
-        return self._pool
-
-    @property
-    def buffered(self) -> int:
-        return len(self._buffer)
-
-    @property
-    def buffered_bytes(self) -> int:
-        """On the disk."""
-        return self._buffered_bytes
-
-    @property
-    def outstanding(self) -> int:
-        return self._pool.outstanding
-
-    @property
-    def replaying(self) -> int:
-        """Steps that an earlier life of the trainer has done, and this one has not."""
-        return len(self._replay)
+    # ---------------------------------------------------------------- admission, and when a batch leaves
 
     @property
     def slots_in_use(self) -> int:
@@ -188,17 +121,6 @@ class GroupLedger:
         unknown."""
         step = self._step_of(version)
         return 0 if step is None else max(0, (step + self._config.max_lag + 1) * self._config.batch_groups)
-
-    def settled(self, key: Key) -> bool:
-        """Whether the group of this key has been delivered before (stored, trained, dropped or
-        filtered)."""
-        issued = key.split == "train" and key.group == 0 and 0 <= key.ordinal < self.frontier
-        return issued and key not in self._pool and key.ordinal not in self._given_up
-
-    def hash_of(self, key: Key) -> bytes | None:
-        """Of the group that was delivered for a settled key; None where it is not known any more."""
-        stored = self._stored.get(key.ordinal)
-        return stored.hash if stored is not None else self._hashes.get(key.ordinal)
 
     def readiness(self, now: float) -> Readiness:
         """Whether the next batch may leave, and what it waits for if not."""
@@ -227,6 +149,7 @@ class GroupLedger:
         """A trainer takes the run at a step, from a checkpoint, or anew. The leases that have become useless."""
         held = list(self._pool.held)
         self._write(took)
+        self._swept = -1
         return [each for each in held if each.key not in self._pool]
 
     def publish(self, version: Version) -> None:
@@ -255,11 +178,7 @@ class GroupLedger:
 
     def may_lease(self, version: int, now: float) -> bool:
         """Whether a worker that serves `version` would get a lease now."""
-        return (
-            now >= self._slow_until
-            and self.slots_in_use < self.admitted_limit(version)
-            and self.buffered_bytes < self._config.buffer_bytes
-        )
+        return not self.leasing_waits_for(version, now)
 
     def leasing_waits_for(self, version: int, now: float) -> str:
         """Why `may_lease` says no; empty where it says yes."""
@@ -322,12 +241,6 @@ class GroupLedger:
         return held
 
     # ---------------------------------------------------------------- workers whose numbers do not fit
-
-    def deliverer(self, key: Key) -> str:
-        """Who delivered a group that may still be asked for, by its lease and not by its own word; else ""."""
-        stored = self._stored.get(key.ordinal) if key.split == "train" else None
-        return stored.worker if stored is not None else ""
-
     def put_in_quarantine(self, worker: str, reason: str, now: float) -> list[Failure]:
         """What it holds goes back, what it has delivered and no step has is generated again. The leases it had."""
         self._write(Quarantined(worker, reason), now)
@@ -402,185 +315,6 @@ class GroupLedger:
         assigned = self._branches.own(self.incarnation, step)
         return None if assigned is None else self._formed(assigned)
 
-    # ---------------------------------------------------------------- the journal
-
-    def restore(self, records: Iterable[tuple[Record, Place]], now: float) -> int:
-        """Play a journal; how many records it had. Leases that ran get their whole time again. Raises StoreUnavailable
-        where a first file is to be begun and the disk is full."""
-        count = 0
-        for record, place in records:
-            self._apply(record, place, now)
-            count += 1
-        try:
-            self.rotate()
-        except StoreUnavailable:
-            if not count:
-                raise  # else the newest file goes on, and a new one is begun when there is room
-        return count
-
-    def rotate(self) -> None:
-        """Begin a new file of the journal where it is time for one, with all that is known. Raises StoreUnavailable
-        where the disk is full: the old file goes on, and this can be tried again."""
-        if self._journal.due():
-            self._journal.begin(self.snapshot())
-
-    def snapshot(self) -> Snapshot:
-        opened = self.opened or Opened("", "")
-        prompts = []
-        for key in self._pool:
-            held = self._pool.held_for(key)
-            prompts.append(
-                LeasedPrompt(
-                    key.ordinal,
-                    self._pool.failures(key),
-                    self._pool.grants(key),
-                    held.lease if held else -1,
-                    held.version if held else -1,
-                )
-            )
-        return Snapshot(
-            run=opened.run,
-            fingerprint=opened.fingerprint,
-            incarnation=self.incarnation,
-            next_step=self.next_step,
-            frontier=self.frontier,
-            resumable=self.resumable,
-            level_at=self._level_at,
-            sources=dict(self._branches.sources),
-            assigned=tuple(self._branches.all()),
-            replay=tuple(self._replay.values()),
-            prompts=tuple(prompts),
-            versions=tuple(
-                Version(v, node.parent, node.step, node.digest) for v, node in self.tree.items()
-            ),
-            dropped=dict(self.dropped),
-            given_up=tuple(self._given_up),
-            dead_letters=tuple(self.dead_letters),
-            quarantine=self.quarantine.kept(),
-        )
-
-    def _write(self, record: Record, now: float = 0.0) -> None:
-        self._apply(record, self._journal.append(record), now)
-
-    def _apply(self, record: Record, place: Place, now: float) -> None:
-        """The one way in which the ledger changes, now and when a journal is played."""
-        match record:
-            case Opened():
-                self.opened = record
-            case Took():
-                self._apply_took(record)
-            case Version(version, parent, step, digest):
-                self.tree.add(version, Node(parent, step, digest))
-            case Leased(lease, ordinal, worker, version):
-                key = Key("train", ordinal)
-                if ordinal >= self.frontier:
-                    self.frontier = ordinal + 1
-                    self._pool.add(key)
-                self._pool.grant(key, worker, version, now, lease=lease)
-            case Returned(lease, counted, final, dropped):
-                self._pool.end(lease, counted=counted, final=final)
-                if dropped:
-                    self.dropped[dropped] += 1
-            case Arrived(lease, ordinal, versions, digest, worker=worker):
-                key = Key("train", ordinal)
-                self._pool.discard(key)
-                self._unbuffer(key)
-                self._stored[ordinal] = self._buffer[key] = Stored(key, versions, place, digest, worker)
-                self._buffered_bytes += place.size
-                self._note_full(now)
-            case Settled():
-                self._apply_settled(record, now)
-            case Assigned(_, step, ordinals):
-                for ordinal in ordinals:
-                    self._unbuffer(Key("train", ordinal))
-                self._branches.assign(record)
-                self._replay.pop(step, None)
-                self.next_step = step + 1
-                if record.replayed:
-                    self._level_by = now + self._config.lease_s
-                self._full_since = None
-                self._note_full(now)
-            case Dropped(ordinal, reason):
-                self._unbuffer(Key("train", ordinal))
-                self._stored.pop(ordinal, None)
-                self._pool.add(Key("train", ordinal))
-                self.dropped[reason] += 1
-                self._note_full(now)
-            case Quarantined(worker, reason):
-                self.quarantine.add(worker, reason, now)
-            case Released(worker):
-                self.quarantine.release(worker)
-            case Resumable(step):
-                self.resumable = step
-                self._branches.forget_before(step)
-                self._forget_unneeded()
-            case Snapshot():
-                self._apply_snapshot(record, now)
-
-    def _apply_took(self, took: Took) -> None:
-        if took.anew or took.step < self.resumable:  # what would have to be repeated is not there any more
-            self._pool.clear()
-            self._branches = Branches()
-            self._stored.clear()
-            self._buffer.clear()
-            self._hashes.clear()
-            self._given_up.clear()
-            self.frontier = self.resumable = 0
-        self._replay = self._branches.take(took.incarnation, took.origin, took.step)
-        end = took.step + len(self._replay)
-        self._level_at = max((node.step for node in self.tree.values() if node.step <= end), default=0)
-        used = self._branches.before(took.incarnation, took.step)
-        used |= {ordinal for assigned in self._replay.values() for ordinal in assigned.ordinals}
-        # What the checkpoint says about the steps before it counts, whatever became of our disk.
-        open_ = set(took.open)
-
-        def consumed(ordinal: int) -> bool:
-            return ordinal in used or (ordinal < took.frontier and ordinal not in open_)
-
-        for key in [key for key in self._pool if consumed(key.ordinal)]:
-            self._pool.discard(key)
-        for ordinal in sorted(open_):
-            if ordinal >= self.frontier:
-                self._pool.add(Key("train", ordinal))
-        self._buffer = {
-            stored.key: stored for ordinal, stored in self._stored.items() if not consumed(ordinal)
-        }
-        self._buffered_bytes = sum(stored.place.size for stored in self._buffer.values())
-        self.frontier = max(self.frontier, took.frontier)
-        self.incarnation, self.next_step = took.incarnation, took.step
-        self._full_since, self._swept = None, -1
-        self._note_full(0.0)
-
-    def _apply_settled(self, settled: Settled, now: float) -> None:
-        key = Key("train", settled.ordinal)
-        self._pool.discard(key)
-        self._unbuffer(key)
-        self._stored.pop(settled.ordinal, None)
-        self._note_full(now)
-        self.dropped[settled.reason] += 1
-        if settled.hash:
-            self._remember(settled.ordinal, settled.hash)
-        if settled.reason == "failed":
-            self.dead_letters.append((name_of(key), settled.detail))
-            self._given_up.append(settled.ordinal)
-
-    def _apply_snapshot(self, snapshot: Snapshot, now: float) -> None:
-        if self.opened is not None:
-            return  # what came before it has been read
-        self.opened = Opened(snapshot.run, snapshot.fingerprint) if snapshot.run else None
-        self.incarnation, self.next_step = snapshot.incarnation, snapshot.next_step
-        self.frontier, self.resumable = snapshot.frontier, snapshot.resumable
-        self._level_at, self._level_by = snapshot.level_at, now + self._config.lease_s
-        self._branches = Branches(snapshot.sources, snapshot.assigned)
-        self._replay = {assigned.step: assigned for assigned in snapshot.replay}
-        self.tree = Tree({v.version: Node(v.parent, v.step, v.digest) for v in snapshot.versions})
-        self.dropped.update(snapshot.dropped)
-        self.dead_letters.extend(snapshot.dead_letters)
-        self._given_up.extend(snapshot.given_up)
-        self.quarantine.restore(snapshot.quarantine, now)
-        for prompt in snapshot.prompts:
-            self._pool.restore(Key("train", prompt.ordinal), prompt, now)
-
     # ---------------------------------------------------------------- inside
 
     def _catching_up(self, now: float) -> bool:
@@ -635,31 +369,6 @@ class GroupLedger:
         if given_up:
             self._write(Settled(held.key.ordinal, "failed", reason))
         return Failure(held.key, held.worker, reason, given_up)
-
-    def _unbuffer(self, key: Key) -> None:
-        stored = self._buffer.pop(key, None)
-        if stored is not None:
-            self._buffered_bytes -= stored.place.size
-
-    def _note_full(self, now: float) -> None:
-        if self.buffered < self._config.batch_groups:
-            self._full_since = None
-        elif self._full_since is None:
-            self._full_since = now
-
-    def _forget_unneeded(self) -> None:
-        """Groups of steps that nobody can ask for again."""
-        needed = self._branches.ordinals()
-        needed |= {ordinal for assigned in self._replay.values() for ordinal in assigned.ordinals}
-        for ordinal, stored in list(self._stored.items()):
-            if ordinal not in needed and stored.key not in self._buffer:
-                del self._stored[ordinal]
-                self._remember(ordinal, stored.hash)
-
-    def _remember(self, ordinal: int, digest: bytes) -> None:
-        self._hashes[ordinal] = digest
-        while len(self._hashes) > HASHES_KEPT:
-            del self._hashes[next(iter(self._hashes))]
 
 
 def hash_of(body: bytes) -> bytes:

@@ -13,15 +13,18 @@ passed in.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
+from async_rl.log import get_logger
 from async_rl.wire import Key, LeaseProgress
-from orchestrator.leases import Held, LeaseTable
+from orchestrator.leases import Held, LeaseTable, name_of
 from orchestrator.records import LeasedPrompt
 
-__all__ = ["Failure", "PromptPool"]
+__all__ = ["Failure", "PromptPool", "log_failures"]
+
+log = get_logger(__name__)
 
 REMEMBERED_GRANTS = 8
 """Ended leases of one prompt whose late result is still accepted. Only leases given back without counting
@@ -35,6 +38,13 @@ class Failure(msgspec.Struct, frozen=True):
     worker: str
     reason: str
     given_up: bool
+
+
+def log_failures(failures: Iterable[Failure]) -> None:
+    for failure in failures:
+        write = log.warning if failure.given_up else log.debug
+        event = "prompt given up" if failure.given_up else "lease given back"
+        write(event, key=name_of(failure.key), worker=failure.worker, reason=failure.reason)
 
 
 class _Open(msgspec.Struct):

@@ -14,7 +14,7 @@ leases away for ever.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import msgspec
@@ -150,6 +150,13 @@ class Emptiest:
             self._newest[worker.name] = entry
             heapq.heappush(self._heaps.setdefault(entry.version, []), entry)
             self._added += 1
+
+    def touch_all(self, names: Iterable[str]) -> None:
+        """Those of them that are known."""
+        for name in names:
+            worker = self._roster.get(name)
+            if worker is not None:
+                self.touch(worker)
 
     def pop(self, wanted: Callable[[int], bool]) -> Worker | None:
         """The emptiest of those whose version is `wanted`, out of its heap until it is touched."""

@@ -81,9 +81,9 @@ class Versions:
         at = bisect_right(self._order, version)
         if at == len(self._order):
             return 0, 0.0
-        earlier, parent = 0, self._tree[self._order[0]].parent  # of the lives before, on our branch
-        while at == 0 and parent > version and parent in self._tree:
-            earlier, parent = earlier + 1, self._tree[parent].parent
+        earlier, child = 0, self._order[0]  # of the lives before, on our branch
+        while at == 0 and version < (parent := self._tree[child].parent) < child and parent in self._tree:
+            earlier, child = earlier + 1, parent
         return len(self._order) - at + earlier, now - self._since[self._order[at]]
 
     def _count(self, version: int) -> int | None:

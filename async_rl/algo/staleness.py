@@ -79,15 +79,18 @@ def version_lag(tree: Tree, then: int, now: int, step_now: int) -> int:
     """Steps between policy version `then` and a learner that has done `step_now` steps, `now` its newest
     version.
 
-    Raises KeyError for a version that the tree does not know.
+    Raises KeyError for a version that the tree does not know, and for one whose parent is no older version.
     """
     there, here = tree.first_like(then), tree.first_like(now)
     # A parent's number is smaller than its child's, so lifting the greater of the two meets at the
     # ancestor. The first of equal versions is the smallest: what is smaller than its child stays so.
     while there != here:
-        lifted = tree[max(there, here)].parent
+        child = max(there, here)
+        lifted = tree[child].parent
         if lifted <= ROOT:
             raise KeyError(f"versions {then} and {now} have no common ancestor")
+        if lifted >= child:  # else this would go round for ever
+            raise KeyError(f"version {child} can't have followed version {lifted}")
         lifted = tree.first_like(lifted)
         there, here = min(there, here), lifted
     step_ancestor = tree[here].step

@@ -66,8 +66,8 @@ def command(
 ) -> None:
     """Show the newest policy version and how far each rollout worker lags behind it, and why.
 
-    A worker that is gone, or serves no version yet, does not count for --fail-over: it generates nothing. One
-    whose lag is unknown does.
+    A worker that is gone or in quarantine, or serves no version yet, does not count for --fail-over: it
+    generates nothing. One whose lag is unknown does.
     """
     with (
         _from_store(store_url)

@@ -21,6 +21,7 @@ _STYLES = {
     "gone": "red",
     "silent": "red",
     "no way": "red",
+    "quarantined": "red",
     "draining": "yellow",
     "paused": "yellow",
     "not fetching": "yellow",

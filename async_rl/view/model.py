@@ -31,7 +31,7 @@ class WorkerView(Struct, frozen=True, kw_only=True):
 
     worker: str
     cluster: str | None = None
-    state: str | None = None  # starting, serving, updating, draining, gone
+    state: str | None = None  # starting, serving, updating, draining, quarantined, gone
     why: str = ""  # why it lags, see why.py
     version: int | None = None  # served; None also while it serves none
     lag: int | None = None  # optimizer steps behind the newest
@@ -116,8 +116,9 @@ class View(Struct, frozen=True, kw_only=True):
 
 def over(view: View, limit: int) -> list[WorkerView]:
     """The workers whose lag is over `limit` optimizer steps. One that serves a version nobody knows the lag of is:
-    nobody can vouch for it. One that is gone, or serves nothing yet, is not: it generates nothing."""
-    serving = (each for each in view.workers if each.state != "gone" and each.version is not None)
+    nobody can vouch for it. One that is gone or in quarantine, or serves nothing yet, is not: it generates none."""
+    idle = ("gone", "quarantined")
+    serving = (each for each in view.workers if each.state not in idle and each.version is not None)
     return [each for each in serving if each.lag is None or each.lag > limit]
 
 

@@ -3,6 +3,7 @@
     gone             nothing was heard from it for five heartbeats, or its word in the bucket has expired
     silent           late with its heartbeat: stopped, cut off, or overloaded
     draining         it finishes, and leaves
+    quarantined      its numbers do not fit: it gets nothing, and says nothing but Hello
     starting         it serves no version yet: the engine is loading, or waits for the first one
     no way           it found no whole way to a newer version in the bucket
     paused           generation stands still while new weights take the place of the old ones
@@ -29,6 +30,7 @@ REASONS = (
     "gone",
     "silent",
     "draining",
+    "quarantined",
     "starting",
     "no way",
     "paused",
@@ -46,7 +48,7 @@ SILENT_HEARTBEATS = 2.5
 
 def why(worker: WorkerView, heartbeat_s: float | None) -> str:
     """One of REASONS. `heartbeat_s`: how often it should be heard from; None where nothing is promised."""
-    if worker.state in ("gone", "draining"):
+    if worker.state in ("gone", "draining", "quarantined"):
         return worker.state
     if (
         heartbeat_s

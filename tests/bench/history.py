@@ -126,10 +126,10 @@ class CountingStore:
 
     def put_if_absent(self, key: str, data: bytes | memoryview) -> None:
         self.inner.put_if_absent(key, data)
+        self.written += len(data)
 
     def settled(self, key: str, data: bytes | memoryview) -> bool:
         return self.inner.settled(key, data)
-        self.written += len(data)
 
     def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
         data = self.inner.get(key, start, length)

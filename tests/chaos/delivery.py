@@ -31,6 +31,7 @@ from orchestrator import ledger as ledger_module
 from orchestrator import server
 from orchestrator.config import EvalConfig, OrchestratorConfig, SamplingConfig
 from orchestrator.control import Control
+from orchestrator.pool import PromptPool
 from orchestrator.spool import Spool
 from tests.orchestration import VOCAB, Counting, group, hello
 
@@ -461,17 +462,17 @@ def _no_journal() -> Iterator[None]:
 
 def _no_dedup() -> Iterator[None]:
     """A group that was delivered before is taken again."""
-    inner, expects = ledger_module.GroupLedger.settled, ledger_module.PromptPool.expects
+    inner, expects = ledger_module.GroupLedger.settled, PromptPool.expects
     ledger_module.GroupLedger.settled = lambda self, key: False  # type: ignore[method-assign]
-    ledger_module.PromptPool.expects = lambda self, lease, key, worker: (  # type: ignore[method-assign]
+    PromptPool.expects = lambda self, lease, key, worker: (  # type: ignore[method-assign]
         expects(self, lease, key, worker) or key not in self
     )
-    held_for = ledger_module.PromptPool.held_for
-    ledger_module.PromptPool.held_for = lambda self, key: held_for(self, key) if key in self else None  # type: ignore[method-assign]
+    held_for = PromptPool.held_for
+    PromptPool.held_for = lambda self, key: held_for(self, key) if key in self else None  # type: ignore[method-assign]
     yield
     ledger_module.GroupLedger.settled = inner  # type: ignore[method-assign]
-    ledger_module.PromptPool.expects = expects  # type: ignore[method-assign]
-    ledger_module.PromptPool.held_for = held_for  # type: ignore[method-assign]
+    PromptPool.expects = expects  # type: ignore[method-assign]
+    PromptPool.held_for = held_for  # type: ignore[method-assign]
 
 
 def _no_consumed_keys() -> Iterator[None]:
@@ -493,9 +494,9 @@ def _no_consumed_keys() -> Iterator[None]:
 
 def _no_fence() -> Iterator[None]:
     """Older incarnations are heard like the newest one."""
-    from orchestrator import control
+    from orchestrator import trainer_desk as desk
 
-    attach, trainer = control.refuse_attach, control.refuse_trainer
+    attach, trainer = desk.refuse_attach, desk.refuse_trainer
 
     def anybody(refuse: Any) -> Any:
         def look(*args: Any, **options: Any) -> Any:
@@ -504,9 +505,9 @@ def _no_fence() -> Iterator[None]:
 
         return look
 
-    control.refuse_attach, control.refuse_trainer = anybody(attach), anybody(trainer)
+    desk.refuse_attach, desk.refuse_trainer = anybody(attach), anybody(trainer)
     yield
-    control.refuse_attach, control.refuse_trainer = attach, trainer
+    desk.refuse_attach, desk.refuse_trainer = attach, trainer
 
 
 GUARDS: dict[str, Callable[[], Iterator[None]]] = {

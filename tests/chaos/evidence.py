@@ -227,7 +227,7 @@ def failures(lines: list[Line], history: History, left: Left) -> tuple[list[str]
     counts = {
         "steps": len(steps),
         "lives of the trainer": history.lives,
-        "repeated": history.repeated,
+        "steps repeated": history.repeated,
         "zombie steps": history.zombies,
         "made": len(made),
         "acknowledged": len(acknowledged),

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple, Protocol
 import click
 import msgspec
 
+from async_rl.procs import stop_signals
 from async_rl.store import StoreConfig, open_store
 from async_rl.store.local_server import LocalServer
 from orchestrator.config import OrchestratorConfig
@@ -206,7 +207,7 @@ def main(
     from workers.tiny_model import TinySettings, make_tiny_model
 
     failed = 0
-    with tempfile.TemporaryDirectory(prefix="storm-") as scratch:
+    with stop_signals(), tempfile.TemporaryDirectory(prefix="storm-") as scratch:
         model = Path(scratch) / "model"
         make_tiny_model(model, TinySettings(steps=0))
         with LocalServer(Path(scratch) / "store", grace_s=0) as server:

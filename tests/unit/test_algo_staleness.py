@@ -48,6 +48,13 @@ def test_versions_without_a_common_root_are_an_error():
         version_lag(Tree({0: Node(-1, 0), 1: Node(-1, 0)}), 0, 1, 0)
 
 
+@pytest.mark.parametrize("parent", [3, 7])
+def test_a_version_that_follows_itself_or_a_later_one_is_an_error_and_no_endless_way(parent: int):
+    tree = Tree({0: Node(-1, 0), 3: Node(parent, 1), 7: Node(3, 2)})
+    with pytest.raises(KeyError, match="can't have followed"):
+        version_lag(tree, 0, 3, 1)
+
+
 def test_a_sample_is_as_old_as_its_oldest_token():
     lags = span_lags([(3, 10), (4, 1)], TREE, 4, 4)
     assert lags == [(1, 10), (0, 1)]

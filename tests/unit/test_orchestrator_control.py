@@ -46,6 +46,30 @@ def test_who_does_not_belong_here_is_refused_for_good_and_told_what_differs(who,
     assert all(text in refused.reason for text in both)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"parent": 3},
+        {"parent": 4},
+        {"known": ((2, 2, 0, "d"),)},
+        {"known": ((1, 2, 0, "d"), (2, 1, 0, "d"))},
+    ],
+)
+def test_a_trainer_whose_versions_go_round_is_refused(changes):
+    (refused,) = Play().attach(version=3, **changes)
+    assert "can't have followed" in refused.reason
+
+
+@pytest.mark.parametrize("parent", [1, 2])
+def test_a_version_that_follows_itself_or_a_later_one_is_not_published(parent):
+    play = Play()
+    play.attach()
+    worker = play.join()
+    (refused,) = play.say(TRAINER, wire.Published(1, 1, 1, parent, "d"))
+    assert "can't have followed" in refused.reason
+    assert play.status().newest_version == 0 and not play.take(worker, wire.Announce)
+
+
 def turned_away(play, peer, **why):
     (answer,) = [
         m for p, m in play.control.receive(peer, NotAllowed("no", hint="ask", **why), play.now) if p == peer

@@ -246,7 +246,7 @@ async def test_a_stop_ends_the_wait_for_room_on_a_full_disk():
     await dialer.recv()
     await dialer.send(wire.Credit(2, 0))
     async with asyncio.timeout(LIMIT_S):
-        while journal.clock_s == 1000.0:
+        while journal.clock_s == 1000.0:  # noqa: ASYNC110
             await asyncio.sleep(0)
     stop.set()
     with pytest.raises(StoreUnavailable, match="is full"):

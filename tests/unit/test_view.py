@@ -143,8 +143,12 @@ def test_the_picture_of_an_unknown_run_has_no_invented_number():
 
 
 def test_names_that_are_markup_or_escapes_are_shown_as_they_are_and_break_nothing():
-    worker = WorkerView(worker="[/x]\x1b[2J", cluster="[red]", state="updating", running=1, oldest_s=float("inf"))
-    late = WorkerView(worker="[bold", cluster="[/]", state="[/]\n", pause_s=float("nan"), why="paused", running=1)
+    worker = WorkerView(
+        worker="[/x]\x1b[2J", cluster="[red]", state="updating", running=1, oldest_s=float("inf")
+    )
+    late = WorkerView(
+        worker="[bold", cluster="[/]", state="[/]\n", pause_s=float("nan"), why="paused", running=1
+    )
     view = View(source="", run="[/run]", workers=(worker, late), clusters=clusters_of((worker, late)))
     out = io.StringIO()
     Console(width=200, file=out).print(render_view(view))

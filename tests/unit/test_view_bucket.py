@@ -151,7 +151,9 @@ def test_what_strangers_write_into_the_bucket_is_left_out_or_shown_and_breaks_no
         world.store.put(f"checkpoints/{name}.json", b"")
     world.store.put("workers/half.json", b'{"worker":"half","versions":[')
     world.store.put("workers/deep.json", b"[" * 100_000)
-    world.store.put("workers/large.json", b'{"worker":"large","versions":[],"expires_s":9e9}' + b" " * (1 << 20))
+    world.store.put(
+        "workers/large.json", b'{"worker":"large","versions":[],"expires_s":9e9}' + b" " * (1 << 20)
+    )
     world.store.put(
         "workers/absurd.json",
         b'{"worker":"[/]","versions":[],"expires_s":1e308,"version":99999999999999999999,"fetching":-7,'

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 
 def take_out(names: Iterable[str], role: str) -> None:
     """For the rest of this process."""
     for name in names:
-        if role == "orchestrator":
+        if role == "orchestrator" and name == "fsync before the ack":
+            _never_commit()
+        elif role == "orchestrator":
             from tests.chaos.delivery import GUARDS
 
             next(GUARDS[name]())
         elif name == "the fence":
             _no_fence()
+
+
+def _never_commit() -> None:
+    """SIGKILL leaves what was written: without a write, it is as lost as in a power cut."""
+    from orchestrator import server
+
+    async def later(journal: Any, full_wait_s: float) -> None:
+        pass
+
+    server._commit = later
 
 
 def _no_fence() -> None:
