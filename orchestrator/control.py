@@ -18,6 +18,7 @@ from async_rl.errors import Malformed, NotAllowed
 from async_rl.log import get_logger
 from async_rl.transport.base import Received
 from async_rl.wire import (
+    MOST_LEASES,
     PROTOCOL,
     Ack,
     Attach,
@@ -257,7 +258,7 @@ class Control:
             return self._judging.tell_quarantined(worker, now)
         match message:
             case Credit(capacity=capacity, version=version):
-                worker.capacity, worker.version = capacity, version
+                worker.capacity, worker.version = min(capacity, MOST_LEASES), version
                 if worker.state == "starting" and version >= 0:
                     worker.state = "serving"
             case Heartbeat():

@@ -100,6 +100,7 @@ class Judging:
         for name in self._ledger.quarantine.over(now):
             log.info("quarantine ended, the worker may try again", worker=name)
             self._ledger.release(name)
+            self.conduct.forget(name)  # also what came to light late, of what it had sent before
             worker = self._roster.get(name)
             if worker is not None and worker.state == "quarantined":
                 worker.state = "starting"

@@ -205,7 +205,7 @@ class RolloutWorker:
                     log.warning("group refused", key=key, reason=reason)
                     self.leases.settle(lease)
                 case Announce(version=version, step=step):
-                    self.newest = max(self._newest, (version, step))
+                    self.newest = max(self.newest, (version, step))
                     if version > self.engine.version:
                         self.following.look_now.set()
                 case Cancel(leases=leases, reason=reason):

@@ -519,3 +519,13 @@ def test_what_a_worker_says_at_length_is_kept_short():
     assert "100000 in all] tokens do not sum to 4" in nack.reason and len(nack.reason) < 200
     status = play.status()
     assert len(status.dead_letters) == 2 and len(wire.encode(status)) < 10_000
+
+
+def test_a_credit_beyond_what_a_heartbeat_can_name_counts_as_that():
+    play = Play()
+    play.attach()
+    w1 = play.join("w1", capacity=1 << 60)
+    assert [each.capacity for each in play.status().workers] == [wire.MOST_LEASES]
+    for capacity in (0, 1 << 60, 0, 3):
+        play.say(w1, wire.Credit(capacity, 0))
+    assert [each.capacity for each in play.status().workers] == [3]

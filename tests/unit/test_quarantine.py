@@ -217,6 +217,23 @@ def test_a_worker_that_is_here_when_its_time_is_over_is_told_to_come_again():
     assert isinstance(play.say(w1, hello("w1"))[0], wire.Welcome)
 
 
+def test_what_comes_to_light_while_it_is_in_quarantine_is_not_held_against_it_afterwards():
+    verify = msgspec.structs.replace(QUICK, rescore_share=1.0, rescore_wrong=2)
+    play = attached(verify=verify, rescoring_salt="salt")
+    w1 = play.join(capacity=4)
+    made = play.leases(w1)
+    for lease in made:
+        play.deliver(w1, lease)
+    for lease in made:  # the last two are scored again when it is in quarantine already
+        play._post(play.control.rescored(Outcome("w1", lease.key, "reward 1, and 0"), play.now))
+    assert standing(play, "w1").state == "quarantined"
+    play.wait(101.0, step_s=5.0)
+    play.say(w1, hello("w1"))
+    play.say(w1, wire.Credit(4, 0))
+    play._post(play.control.rescored(Outcome("w1", made[0].key, ""), play.now))
+    assert standing(play, "w1") is None
+
+
 def test_found_again_it_stays_twice_as_long():
     quarantine = Quarantine(100.0)
     for times, length_s in enumerate((100.0, 200.0, 400.0)):

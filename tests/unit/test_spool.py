@@ -14,7 +14,16 @@ import pytest
 from async_rl.errors import ConfigError, Corrupt, StoreUnavailable
 from orchestrator.config import OrchestratorConfig
 from orchestrator.ledger import GroupLedger, hash_of
-from orchestrator.records import Arrived, Leased, Snapshot, Took, Version, encode_group, group_of
+from orchestrator.records import (
+    Arrived,
+    Leased,
+    Snapshot,
+    Took,
+    Version,
+    decode_record,
+    encode_group,
+    group_of,
+)
 from orchestrator.spool import Spool
 from orchestrator.versions import Versions
 from tests.orchestration import group, train_key
@@ -133,6 +142,18 @@ def test_a_new_file_begins_with_the_state_and_old_ones_go_when_nothing_needs_the
     _, found = opened(folder)
     assert isinstance(found[0][0], Snapshot)
     assert [r.ordinal for r, _ in found if isinstance(r, Arrived)][-10:] == list(range(20, 30))
+
+
+def test_records_of_the_release_before_have_what_they_lack_by_default():
+    body = encode_group(group(train_key(3)))
+    older = [
+        ["arrived", 1, 3, [[0], [0]], hash_of(body), msgspec.Raw(body)],
+        ["returned", 1, True, False],
+        ["snapshot", "run", "model", 1, 2, 3, 0, 0, {}, [], [], [[7, 0, {}]], [], {}, [], []],
+    ]
+    found = [decode_record(msgspec.msgpack.encode(each)) for each in older]
+    assert (found[0].worker, found[1].dropped, found[2].quarantine) == ("", "", ())
+    assert group_of(found[0]).key == train_key(3)
 
 
 def test_two_orchestrators_never_write_to_one_spool(folder):
