@@ -74,7 +74,7 @@ class Site:
         self.disk: SmallDisk
         self._kills = self._rivals = 0
         self._clock = run.folder / "clock"
-        self._clock.write_bytes(struct.pack("<d", 0.0))
+        set_clock(self._clock, 0.0)
         self._environment = {
             **environment,
             "ASYNC_RL_TEST_LOG": str(log),
@@ -345,12 +345,21 @@ def full_disk(site: Site) -> str:
     return "full disk"
 
 
+def set_clock(file: Path, off_s: float) -> None:
+    """In place: every process has the file mapped, and one that is cut short under a mapping ends them (SIGBUS)."""
+    opened = os.open(file, os.O_WRONLY | os.O_CREAT)
+    try:
+        os.pwrite(opened, struct.pack("<d", off_s), 0)
+    finally:
+        os.close(opened)
+
+
 def clock(site: Site) -> str:
     """Everybody's wall clock jumps, forwards or back, for a while."""
     jump = site.chance.choice([-86400.0, -60.0, 60.0, 86400.0])
-    site._clock.write_bytes(struct.pack("<d", jump))
+    set_clock(site._clock, jump)
     site.watch(site.chance.uniform(2.0, 5.0), 1e9)
-    site._clock.write_bytes(struct.pack("<d", 0.0))
+    set_clock(site._clock, 0.0)
     return "clock jump"
 
 

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from tests.chaos.evidence import read_log
-from tests.chaos.faults import family, was_killed
+from tests.chaos.faults import family, set_clock, was_killed
 from tests.chaos.lives import HOOKS, ROOT
 
 
@@ -57,6 +57,27 @@ def test_another_role_is_left_alone(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert "alive" in run(SPOOL, tmp_path, role="watcher", KILLS="orchestrator commit:before 1").stdout
     assert not (tmp_path / "log").exists()
+
+
+def test_a_process_lives_through_every_jump_of_its_clock(tmp_path):
+    clock = tmp_path / "clock"
+    set_clock(clock, 0.0)
+    program = """
+import os, time
+from pathlib import Path
+from tests.chaos.faults import set_clock
+clock = Path(os.environ["ASYNC_RL_TEST_CLOCK"])
+jumper = os.fork()
+if not jumper:
+    for jump in range(20_000):
+        set_clock(clock, float(jump))
+    os._exit(0)
+while os.waitpid(jumper, os.WNOHANG) == (0, 0):
+    for _ in range(100):
+        time.time()
+print("alive")
+"""
+    assert run(program, tmp_path, CLOCK=str(clock)).stdout == "alive\n"
 
 
 def test_the_wall_clock_jumps_and_the_other_does_not(tmp_path):
