@@ -24,44 +24,33 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import msgspec
 import torch
-from msgspec import Struct
 
 from async_rl.algo.losses import LossConfig
 from async_rl.algo.packing import pack
 from async_rl.algo.staleness import summarise
 from async_rl.errors import TrainingError
-from async_rl.exporter import Exporter, MetricsConfig
+from async_rl.exporter import MetricsConfig
 from async_rl.log import get_logger
-from async_rl.store import ObjectStore, StoreConfig, open_store
+from async_rl.store import StoreConfig, open_store
 from async_rl.transport.keys import ClientKey
-from async_rl.transport.link import TrainerLink
 from async_rl.weights.config import WeightsConfig
-from async_rl.weights.lineage import Claim, Manifest, check_not_fenced, claim, list_versions
+from async_rl.weights.lineage import Manifest, check_not_fenced
 from async_rl.weights.publisher import Publisher
 from async_rl.weights.ranks import from_rank0
-from async_rl.weights.run import RunInfo, ensure_run
-from async_rl.weights.upkeep import Upkeep
-from async_rl.wire import PROTOCOL, Attach, Attached, Batch
-from workers import checkpoints
+from async_rl.wire import Attached, Batch
 from workers.batches import BatchFeed, Lineage, Prepared, prepare
-from workers.checkpoints import Checkpoint, Progress
-from workers.exported_trainer import ExportedTrainer
+from workers.beginning import Start, begin, take_run
+from workers.checkpoints import Progress
+from workers.lead import Lead
 from workers.learner import Learner, StepStats
-from workers.metrics import MetricsFile
 from workers.process_group import RankGroup, choose_device, rank_group
-from workers.repeats import Repeats
 from workers.saver import Saver
 from workers.settings import ModelConfig, TrainerConfig
 
 __all__ = ["learner_metrics", "prepare_torch", "run_rank"]
 
 log = get_logger(__name__)
-
-VERSIONS_TOLD = 8
-"""Before the first one of this trainer: its predecessor may have ended between a version's commit and the word
-about it to the orchestrator, and workers serve what is committed."""
 
 
 def run_rank(
@@ -92,21 +81,21 @@ def run_rank(
         bucket = open_store(store_url, store)
         stack.callback(bucket.close)
         learner = Learner(model, trainer, loss, temperature=temperature, group=group, device=device)
-        start = from_rank0(lambda: _take_run(bucket, Path(model.path), learner, resume), _Start)
-
-        exported = _export(stack, start, metrics_config) if group.rank == 0 else None
+        start = from_rank0(lambda: take_run(bucket, Path(model.path), learner, resume), Start)
         lineage = Lineage()
-        link = (
-            TrainerLink(orchestrator_address, connect_timeout_s=trainer.attach_wait_s, key=key)
-            if group.rank == 0
-            else None
-        )
-        if link is not None:
-            stack.callback(link.close)
-        upkeep = stack.enter_context(Upkeep(bucket, start.run, weights)) if group.rank == 0 else None
-        repeats = (
-            Repeats(bucket, start.claim.first_version, start.parent_version) if group.rank == 0 else None
-        )
+        lead = None
+        if group.rank == 0:
+            lead = Lead(
+                bucket,
+                start,
+                lineage,
+                trainer,
+                weights,
+                orchestrator_address=orchestrator_address,
+                key=key,
+                metrics=metrics_config,
+            )
+            stack.callback(lead.close)
         publisher = stack.enter_context(
             Publisher(
                 bucket,
@@ -115,21 +104,15 @@ def run_rank(
                 learner.parameters(),
                 weights,
                 parent=start.parent_version,
-                on_commit=lambda manifest: _announce(
-                    manifest, lineage, link, upkeep, repeats, exported, publisher.publish_s
-                ),
+                on_commit=lambda manifest: _committed(manifest, lead, publisher),
             )
         )
-        progress = _begin(bucket, group, learner, publisher, start, trainer)
-        attached = from_rank0(
-            lambda: _attach(link, bucket, lineage, start, progress, learner.vocab_size), Attached
-        )
-        if exported is not None:
-            exported.attached(progress.step, attached.max_lag)
+        progress = begin(bucket, group, learner, publisher, start)
+        attached = from_rank0(lambda: _lead(lead).attach(progress, learner.vocab_size), Attached)
         feed = BatchFeed(
             group,
-            link,
-            bucket if group.rank == 0 else None,
+            lead.link if lead is not None else None,
+            bucket if lead is not None else None,
             lineage,
             incarnation=start.claim.incarnation,
             limit_s=trainer.batch_wait_s,
@@ -151,30 +134,21 @@ def run_rank(
                 on_resumable=feed.may_resume_from,
             )
         )
-        metrics = stack.enter_context(MetricsFile(Path(trainer.out) if group.rank == 0 else None))
         progress = _train(
-            group,
-            learner,
-            publisher,
-            feed,
-            lineage,
-            saver,
-            repeats,
-            metrics,
-            exported,
-            trainer,
-            attached,
-            progress,
+            group, learner, publisher, feed, lineage, saver, lead, trainer, attached.max_lag, progress
         )
-        if exported is not None:
-            exported.finished()
-
         publisher.flush(step=progress.step)
-        if link is not None and progress.step >= trainer.steps:
-            finished = link.finish(start.claim.incarnation, progress.step, True, trainer.finish_wait_s)
-            for score in finished.evals:
-                metrics.eval(score)
-            log.info("run finished", step=progress.step, version=progress.version)
+        if lead is not None:
+            lead.finish(progress)
+
+
+def _committed(manifest: Manifest, lead: Lead | None, publisher: Publisher) -> None:
+    _lead(lead).committed(manifest, publisher.publish_s)
+
+
+def _lead(lead: Lead | None) -> Lead:
+    assert lead is not None, "only rank 0 does this"
+    return lead
 
 
 # ---------------------------------------------------------------- the loop
@@ -187,11 +161,9 @@ def _train(
     feed: BatchFeed,
     lineage: Lineage,
     saver: Saver,
-    repeats: Repeats | None,
-    metrics: MetricsFile,
-    exported: ExportedTrainer | None,
+    lead: Lead | None,
     trainer: TrainerConfig,
-    attached: Attached,
+    max_lag: int,
     progress: Progress,
 ) -> Progress:
     """Steps until the last one or a stop; where the run is then."""
@@ -204,13 +176,9 @@ def _train(
         if batch is None:
             log.info("stopping as asked", step=step)
             break
-        for score in batch.evals:
-            metrics.eval(score)
-        if batch.replayed and repeats is not None:
-            repeats.expect(step + 1)
-        trained = prepare(
-            batch, lineage, step=step, max_lag=attached.max_lag, vocab_size=learner.vocab_size
-        )
+        if lead is not None:
+            lead.took(batch)
+        trained = prepare(batch, lineage, step=step, max_lag=max_lag, vocab_size=learner.vocab_size)
         micro_batches = pack(trained.samples, trainer.microbatch_tokens, group.size)[group.rank]
 
         stats = learner.forward_backward(micro_batches, trained.loss_tokens, len(trained.slots))
@@ -244,11 +212,8 @@ def _train(
             "checkpoint/failed": saver.failed,
             **clock.metrics(),
         }
-        metrics.write(line)
-        if exported is not None:
-            exported.step(line, trained.lags, saver.saved)
-        if group.rank == 0:
-            _log_step(line)
+        if lead is not None:
+            lead.stepped(line, trained.lags, saver.saved)
         if refused_in_a_row >= trainer.max_refused_steps:
             raise _too_many_refused(refused_in_a_row, step)
     saver.finish()
@@ -259,125 +224,6 @@ def _between_slices(publisher: Publisher, saver: Saver, step: int) -> bool:
     """Whether anything waits for the next one: then slices are short."""
     on_its_way = saver.advance()
     return publisher.catch_up(step) or on_its_way
-
-
-# ---------------------------------------------------------------- beginning
-
-
-class _Start(Struct, frozen=True):
-    """What rank 0 found and took, for all ranks."""
-
-    run: RunInfo
-    claim: Claim
-    checkpoint: Checkpoint | None
-    parent_version: int  # of the first version to publish; -1 for a new run
-    anew: bool  # --resume never: the run begins again
-
-
-def _take_run(store: ObjectStore, model_dir: Path, learner: Learner, resume: str) -> _Start:
-    """Rank 0: become the run's trainer."""
-    store.probe()  # a store without conditional puts is used in another way, and warned of
-    run = ensure_run(store, model_dir, learner.parameters())
-    checkpoints.choose(
-        store, resume, run.fingerprint
-    )  # what fails must fail before another trainer is fenced
-    claimed = claim(store)
-    # Again: the trainer before us may have committed a newer one meanwhile.
-    checkpoint = checkpoints.choose(store, resume, run.fingerprint)
-    # Without one it is the initial weights again: a new branch from the root.
-    parent = checkpoint.progress.version if checkpoint else min(list_versions(store), default=-1)
-    return _Start(run, claimed, checkpoint, parent, resume == "never")
-
-
-def _begin(
-    store: ObjectStore,
-    group: RankGroup,
-    learner: Learner,
-    publisher: Publisher,
-    start: _Start,
-    trainer: TrainerConfig,
-) -> Progress:
-    """Restore the checkpoint, if any, and publish where we are, so that everybody is on our branch."""
-    progress = Progress(0, -1, start.claim.incarnation, 0, 0)
-    if start.checkpoint is not None:
-        checkpoints.restore(store, start.checkpoint, group.rank, learner.rows())
-        progress = start.checkpoint.progress
-        learner.restored(progress.updates)
-        log.info("resumed", checkpoint=start.checkpoint.name, step=progress.step)
-    publisher.publish(progress.step)
-    publisher.flush()
-    return msgspec.structs.replace(
-        progress, version=publisher.committed, incarnation=start.claim.incarnation
-    )
-
-
-def _attach(
-    link: TrainerLink | None,
-    store: ObjectStore,
-    lineage: Lineage,
-    start: _Start,
-    progress: Progress,
-    vocab_size: int,
-) -> Attached:
-    """Rank 0: take the run at the orchestrator."""
-    assert link is not None
-    node = lineage.nodes[progress.version]
-    for version in range(max(0, progress.version - VERSIONS_TOLD), progress.version):
-        lineage.look_up(version, store)
-    known = [(v, *lineage.nodes[v]) for v in sorted(lineage.nodes) if v < progress.version]
-    attached = link.attach(
-        Attach(
-            protocol=PROTOCOL,
-            run=start.run.run,
-            fingerprint=start.run.fingerprint,
-            incarnation=start.claim.incarnation,
-            step=progress.step,
-            version=progress.version,
-            version_step=progress.step,
-            vocab_size=vocab_size,
-            frontier=progress.frontier,
-            open=progress.open,
-            parent=node.parent,
-            digest=node.digest,
-            origin=start.checkpoint.progress.incarnation if start.checkpoint else -1,
-            known=tuple(known),
-            anew=start.anew,
-        )
-    )
-    log.info("attached to the orchestrator", max_lag=attached.max_lag, batch_groups=attached.batch_groups)
-    return attached
-
-
-def _announce(
-    manifest: Manifest,
-    lineage: Lineage,
-    link: TrainerLink | None,
-    upkeep: Upkeep | None,
-    repeats: Repeats | None,
-    exported: ExportedTrainer | None,
-    publish_s: float,
-) -> None:
-    """A version is committed (rank 0, in the publisher's thread)."""
-    if exported is not None:
-        exported.committed(manifest, publish_s)
-    lineage.committed(manifest.version, manifest.parent, manifest.step, manifest.digest)
-    if link is not None:
-        link.published(
-            manifest.incarnation, manifest.version, manifest.step, manifest.parent, manifest.digest
-        )
-    if upkeep is not None:
-        upkeep.committed(manifest)
-    if repeats is not None:
-        repeats.committed(manifest)
-
-
-def _export(stack: ExitStack, start: _Start, config: MetricsConfig | None) -> ExportedTrainer | None:
-    """None where nobody asked for it. Raises ConfigError where the address can't be had."""
-    if config is None or not config.trainer:
-        return None
-    exported = ExportedTrainer(start.run.run, start.claim.incarnation, config.stuck_s)
-    stack.enter_context(Exporter(config.trainer, exported))
-    return exported
 
 
 def prepare_torch(trainer: TrainerConfig, device: torch.device, seed: int) -> None:
@@ -465,29 +311,6 @@ def learner_metrics(stats: StepStats, learning_rate: float) -> dict[str, float |
         "mismatch_lag0/abs_logprob": stats.fresh_abs_logprob,
         "mismatch_lag0/kl_k3": stats.fresh_kl_k3,
     }
-
-
-def _log_step(line: dict[str, float | int | None]) -> None:
-    names = {
-        "step": "step",
-        "version": "version",
-        "reward/mean": "reward",
-        "loss": "loss",
-        "grad_norm": "grad_norm",
-        "lag/mean": "lag",
-        "lag/max": "lag_max",
-        "mismatch/kl_k3": "kl",
-        "tokens": "tokens",
-        "time/step_s": "step_s",
-        "time/wait_batch_s": "wait_s",
-    }
-    shown = {short: line[name] for name, short in names.items()}
-    if line["refused"]:
-        log.warning(
-            "step refused: its loss or gradient is not finite, or nothing was left to train", **shown
-        )
-    else:
-        log.info("step", **shown)
 
 
 def _too_many_refused(count: int, step: int) -> TrainingError:
