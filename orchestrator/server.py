@@ -13,6 +13,7 @@ import secrets
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 from async_rl.envs.base import Environment, EnvironmentConfig, is_deterministic
@@ -170,18 +171,17 @@ def run_orchestrator(
     keyring = _keyring(config, trainer_key)
     check_prompts(environment, evaluation)
 
+    rescorer = _rescorer(judge, model, config)
+
     async def main() -> None:
-        listener = ZmqListener(config.bind, keyring=keyring)
-        journal: Spool | None = None
-        rescorer: Rescorer | None = None
-        if judge is not None and is_deterministic(judge) and config.verify.rescore_share:
-            fits = token_reader(model) if model is not None else None
-            rescorer = Rescorer(judge, timeout_s=config.verify.rescore_timeout_s, fits=fits)
-        exporter: Exporter | None = None
-        try:
+        async with AsyncExitStack() as stack:
+            listener = ZmqListener(config.bind, keyring=keyring)
+            stack.push_async_callback(listener.close)
+            if rescorer is not None:
+                stack.callback(rescorer.close)
             journal = Spool(spool, fsync=config.fsync)
-            hours = Hours()
-            now = hours()
+            stack.callback(journal.close)
+            hours, stop = Hours(), asyncio.Event()
             control = Control(
                 environment=environment,
                 environment_config=environment_config,
@@ -189,22 +189,23 @@ def run_orchestrator(
                 config=config,
                 evaluation=evaluation,
                 seed=seed,
-                # From a random start: a worker that outlives us must not mistake a new lease for an old
-                # one.
+                # From a random start: a worker that outlives us must not mistake a new lease for an old one.
                 lease_ids=itertools.count(secrets.randbits(46) << 16),
-                now=now,
+                now=hours(),
                 journal=journal,
                 rescoring_salt=secrets.token_hex(16) if rescorer is not None else None,
                 turned_away=keyring.turned_away if keyring is not None else None,
             )
+            loop = asyncio.get_running_loop()
             if metrics:
-                loop = asyncio.get_running_loop()
                 exporter = Exporter(metrics, ExportedStatus(loop, lambda: control.status(hours())))
-            records = control.restore(journal.replay(), now)
+                stack.push_async_callback(
+                    asyncio.to_thread, exporter.close
+                )  # it may be waiting for this loop
+            records = control.restore(journal.replay(), hours())
             log.info("spool opened", folder=str(spool), records=records, damaged=journal.damaged)
-            stop = asyncio.Event()
             for signum in (signal.SIGTERM, signal.SIGINT):
-                asyncio.get_running_loop().add_signal_handler(signum, stop.set)
+                loop.add_signal_handler(signum, stop.set)
             log.info("orchestrator listening", address=listener.address, keys=config.keys or "none")
             if address_file is not None:
                 _write_whole(address_file, from_here(listener.address))
@@ -218,16 +219,16 @@ def run_orchestrator(
                 stop=stop,
             )
             log.info("run finished" if control.finished else "orchestrator stopped")
-        finally:
-            if exporter is not None:
-                await asyncio.to_thread(exporter.close)  # it may be waiting for this very loop
-            await listener.close()
-            if rescorer is not None:
-                rescorer.close()
-            if journal is not None:
-                journal.close()
 
     asyncio.run(main())
+
+
+def _rescorer(judge: Environment | None, model: Path | None, config: OrchestratorConfig) -> Rescorer | None:
+    """None where nothing is to be scored again."""
+    if judge is None or not is_deterministic(judge) or not config.verify.rescore_share:
+        return None
+    fits = token_reader(model) if model is not None else None
+    return Rescorer(judge, timeout_s=config.verify.rescore_timeout_s, fits=fits)
 
 
 def _keyring(config: OrchestratorConfig, trainer_key: str) -> Keyring | None:
