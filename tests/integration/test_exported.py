@@ -16,7 +16,7 @@ from tests.integration.test_rollout_worker import lease, world  # noqa: F401
 from tests.integration.test_trainer_loop import model  # noqa: F401
 from tests.rollout_support import until
 from tests.unit.test_exporter import get
-from workers import trainer
+from workers import lead, trainer
 from workers.exported_worker import ExportedWorker
 
 
@@ -67,7 +67,7 @@ def test_a_trainer_tells_its_steps_versions_and_waits(tmp_path, model, monkeypat
             answers.update({path: get(self.address, path) for path in ("/metrics", "/health")})
             super().close()
 
-    monkeypatch.setattr(trainer, "Exporter", AskedAtTheEnd)
+    monkeypatch.setattr(lead, "Exporter", AskedAtTheEnd)
     monkeypatch.setattr(
         loop, "run_rank", partial(trainer.run_rank, metrics_config=MetricsConfig(trainer="0"))
     )
