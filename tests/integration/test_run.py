@@ -234,7 +234,7 @@ def test_a_port_that_is_taken_is_named(tmp_path, s3_url, tiny_model):
                 "orchestrator",
                 str(run.run_file),
                 "--set",
-                "orchestrator.spool=own",
+                f"orchestrator.spool={tmp_path / 'own'}",
             ],
             log_path=tmp_path / "holder.log",
         )
