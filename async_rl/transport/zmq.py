@@ -108,7 +108,6 @@ class ZmqListener:
             self._loop.add_reader(self._socket.fileno(), self._look)
         while (received := self.recv_now()) is None:
             self._readable.clear()
-            self._look()
             await self._readable.wait()
         return received
 
@@ -121,8 +120,8 @@ class ZmqListener:
             return None
 
     def _look(self) -> None:
-        """The descriptor tells only of changes, and every call on the socket takes note of them: after each one
-        somebody must look."""
+        """The descriptor tells only of changes, and a send takes note of them too: after it somebody must look. A
+        recv that finds nothing has looked."""
         self._to_look = False
         if not self._socket.closed and int(self._socket.getsockopt(zmq.EVENTS)) & _POLLIN:
             self._readable.set()

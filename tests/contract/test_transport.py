@@ -487,3 +487,24 @@ async def test_a_listener_on_every_interface_is_reached_from_here():
     finally:
         await dialer.close()
         await listener.close()
+
+
+async def test_a_send_does_not_hide_what_arrives_meanwhile():
+    """ZeroMQ tells once that something has come; whoever calls the socket next has heard it."""
+    listener = ZmqListener("tcp://127.0.0.1:0")
+    context = zmq.Context()
+    dealer = context.socket(zmq.DEALER)
+    dealer.connect(listener.address)
+    try:
+        for number in range(30):
+            hearing = asyncio.ensure_future(listener.recv())
+            await asyncio.sleep(0)  # it waits now
+            dealer.send(wire.encode(wire.Credit(number, 0)))
+            for _ in range(500):  # in one go, while the message comes in
+                with contextlib.suppress(StopIteration):
+                    listener.send(b"nobody", wire.Drain("x")).send(None)
+            assert (await soon(hearing))[1] == wire.Credit(number, 0)
+    finally:
+        dealer.close(0)
+        context.term()
+        await listener.close()
