@@ -1,6 +1,7 @@
 """Rewards computed once more, by an environment of the orchestrator's own: beside its loop, one group at a time.
 
-An environment is the user's code. It may be slow, block, or raise; acknowledgements and leases wait for none of it.
+An environment is the user's code. It may be slow, block, or raise; acknowledgements and leases wait for none of it
+(judge.py keeps it in a process of its own).
 What can't be scored again in time says nothing about the worker.
 
 What is verified: that each reward is what the environment gives for the completion's text; and, where the run's

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from async_rl.envs.base import Environment, EnvironmentConfig, is_deterministic
+from async_rl.envs.base import Environment, EnvironmentConfig
 from async_rl.errors import StoreUnavailable
 from async_rl.exporter import Exporter
 from async_rl.log import get_logger
@@ -27,6 +27,7 @@ from orchestrator.config import EvalConfig, OrchestratorConfig, SamplingConfig, 
 from orchestrator.control import Control, Outgoing
 from orchestrator.exported import ExportedStatus
 from orchestrator.hours import Hours
+from orchestrator.judge import Judge
 from orchestrator.prompts import check_prompts
 from orchestrator.rescoring import Rescorer
 from orchestrator.spool import Journal, Spool
@@ -151,7 +152,7 @@ def run_orchestrator(
     spool: Path,
     address_file: Path | None = None,
     trainer_key: str = "",
-    judge: Environment | None = None,
+    judge: Judge | None = None,
     model: Path | None = None,
     metrics: str = "",
 ) -> None:
@@ -159,7 +160,7 @@ def run_orchestrator(
 
     `address_file`: where to write the address for this machine's processes, for a parent that asked for
     port 0. `trainer_key`: the public key of the trainer that starts us, allowed beside those in
-    orchestrator.keys. `judge`: the same environment once more, for itself, to score a sample of groups again; None:
+    orchestrator.keys. `judge`: the same environment in a process of its own, to score a sample of groups again; None:
     nothing is. `model`: a folder with its tokenizer.json, to read their tokens with. `metrics`: where to answer
     Prometheus; empty: nowhere.
 
@@ -177,7 +178,8 @@ def run_orchestrator(
         async with AsyncExitStack() as stack:
             listener = ZmqListener(config.bind, keyring=keyring)
             stack.push_async_callback(listener.close)
-            if rescorer is not None:
+            if rescorer is not None and judge is not None:
+                stack.callback(judge.close)
                 stack.callback(rescorer.close)
             journal = Spool(spool, fsync=config.fsync)
             stack.callback(journal.close)
@@ -223,9 +225,9 @@ def run_orchestrator(
     asyncio.run(main())
 
 
-def _rescorer(judge: Environment | None, model: Path | None, config: OrchestratorConfig) -> Rescorer | None:
+def _rescorer(judge: Judge | None, model: Path | None, config: OrchestratorConfig) -> Rescorer | None:
     """None where nothing is to be scored again."""
-    if judge is None or not is_deterministic(judge) or not config.verify.rescore_share:
+    if judge is None or not judge.deterministic or not config.verify.rescore_share:
         return None
     fits = token_reader(model) if model is not None else None
     return Rescorer(judge, timeout_s=config.verify.rescore_timeout_s, fits=fits)

@@ -35,12 +35,14 @@ def command(
     from async_rl.cli.runfile import read_run_file
     from async_rl.envs import make_environment
     from async_rl.log import setup
+    from orchestrator.judge import Judge
     from orchestrator.server import run_orchestrator
 
     config = read_run_file(run_file, overrides)
     setup("orchestrator")
+    environment = make_environment(config.environment)
     run_orchestrator(
-        environment=make_environment(config.environment),
+        environment=environment,
         environment_config=config.environment,
         sampling=config.sampling,
         config=config.orchestrator,
@@ -49,7 +51,7 @@ def command(
         spool=spool_folder(config.orchestrator.spool, config.trainer.out, config.run.store),
         address_file=address_file,
         trainer_key=trainer_key,
-        judge=make_environment(config.environment),
+        judge=Judge(environment, config.environment),
         model=Path(config.model.path),
         metrics=metrics_address or config.metrics.orchestrator,
     )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import threading
 import time
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -13,11 +15,13 @@ import pytest
 from async_rl.envs import EnvironmentConfig, make_environment
 from async_rl.envs.base import is_deterministic
 from async_rl.wire import Array, Prompt
+from orchestrator.judge import Judge
 from orchestrator.rescoring import MOST_LOST, MOST_WAITING, Rescorer, Rescoring, difference
 from orchestrator.texts import token_reader
 from tests.orchestration import Counting, group, sample, train_key
 
 RANGE = (0.0, 1.0)
+ROOT = Path(__file__).parents[2]
 
 
 def answered(*texts, rewards):
@@ -63,6 +67,64 @@ def test_rounding_is_no_difference_and_a_number_that_is_none_is_one():
     assert difference(made, [0.30001], RANGE)
     assert difference(made, [0.30001], (-1000.0, 1000.0)) == ""
     assert difference(made, [float("nan")], RANGE)
+
+
+# ---------------------------------------------------------------- in a process of its own
+
+STRANGE = """
+import os, re
+
+class Environment:
+    name = "strange"
+    reward_range = (0.0, 1.0)
+
+    def prompt(self, split, ordinal):
+        raise NotImplementedError
+
+    async def reward(self, prompt, completion):
+        print("what it prints is not an answer")
+        if completion == "ends":
+            os._exit(3)
+        if completion == "raises":
+            raise ValueError("no such number")
+        if completion.endswith("b"):
+            re.fullmatch("(a|aa)+c", completion)  # for ever, and nobody else in the process goes on meanwhile
+        return float(completion == prompt.answer)
+"""
+
+
+@pytest.fixture
+def strange(tmp_path, monkeypatch):
+    (tmp_path / "strange_judge.py").write_text(STRANGE)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = EnvironmentConfig("strange_judge:Environment")
+    judge = Judge(make_environment(config), config)
+    made = Rescorer(judge, timeout_s=3.0)
+    yield made
+    made.close()
+    judge.close()
+
+
+def test_a_judge_in_its_process_says_what_the_environment_says(strange):
+    strange.add(rescoring("7", "8", rewards=(1.0, 0.0)))
+    strange.add(rescoring("7", "raises", rewards=(1.0, 0.0)))
+    strange.add(rescoring("7", "ends", rewards=(1.0, 0.0)))
+    strange.add(rescoring("7", "8", rewards=(1.0, 1.0), worker="w2"))
+    good, bad = outcomes(strange, 2)  # of those that could be scored
+    assert (good.wrong, bad.worker) == ("", "w2")
+    assert bad.wrong == "train/7 sample 1: reward 1, and 0 when scored again"
+
+
+def test_a_text_that_makes_the_judge_work_for_ever_holds_up_nobody(strange):
+    strange.add(rescoring("a" * 60 + "b", rewards=(0.0,)))
+    strange.add(rescoring("7", rewards=(1.0,)))
+    turns = 0  # of the loop beside it, until the second one is scored
+    while not (found := strange.turn(time.monotonic())):
+        turns += 1
+        threading.Event().wait(0.002)
+        assert turns < 20_000
+    assert found[0].wrong == "" and turns > 100
 
 
 # ---------------------------------------------------------------- texts and tokens
