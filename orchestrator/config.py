@@ -42,8 +42,8 @@ class VerifyConfig(Struct, frozen=True, forbid_unknown_fields=True):
     min_groups: Annotated[int, Meta(ge=4)] = 16
     """Groups (and 2000 tokens, and 4 steps) before anything is said."""
     rescore_share: Annotated[float, Meta(ge=0, le=1)] = 0.02
-    """Share of the groups whose rewards are computed again, in a process beside the orchestrator. At 2 % a worker that
-    makes up every reward is found after some 150 groups. 0: none, for rewards that are dear."""
+    """Share of the groups whose rewards are computed again, in a process beside the orchestrator. At 2 % a worker
+    that makes up every reward is found after some 150 groups. 0: none, for rewards that are dear."""
     rescore_timeout_s: Positive = 60.0
     """Limit for the rewards of one group; beyond it nothing is said about the group."""
     rescore_wrong: Annotated[int, Meta(ge=1)] = 3
