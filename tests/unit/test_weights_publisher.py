@@ -645,14 +645,20 @@ def test_a_baseline_that_was_damaged_in_memory_makes_no_anchor(start: Start) -> 
     trainer = start(ANCHORS)
     trainer.publish(0)
     trainer.publish(1)
-    gate = gated(trainer, "put_if_absent", "versions/")
+    gate, reached = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        reached.set()
+        gate.wait(LIMIT_S)
+
+    trainer.store.on("put_if_absent", "versions/", hold)
     trainer.step()
     trainer.publisher.publish(2)
-    taken = trainer.publisher._shards._pool._all["layer.weight"]
-    gate.set()
-    for buffer in taken:
+    assert reached.wait(LIMIT_S)  # encoded, with its digest; the anchor begins after the commit
+    for buffer in trainer.publisher._shards._pool._all["layer.weight"]:
         assert buffer.data is not None
         buffer.data.view(torch.int16)[0, 0] ^= 1
+    gate.set()
     trainer.publisher.flush(LIMIT_S)
     anchor_ended(trainer)
     assert list(list_edges(trainer.store)) == []
