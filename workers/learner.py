@@ -1,7 +1,7 @@
 """The policy being trained: FSDP2 over any number of ranks, float32 master weights, bfloat16 forward.
 
     stats = learner.forward_backward(micro_batches, loss_tokens)   gradients of the whole batch, on every rank's rows
-    learner.optimizer_step(stats)                                  clip, AdamW; refused if anything is not finite
+    learner.optimizer_step(stats)                                  clip, update; refused if anything is not finite
 
 One rank takes the same path as many. Each decoder layer is one FSDP unit, sharded by rows; gradients are
 summed over ranks in float32 and never averaged: the loss is already divided by the loss tokens of the whole
@@ -11,7 +11,7 @@ packing nor ranks, but for rounding.
 Agreement with the engine. Engines sample with weights rounded to bfloat16, so the forward pass must see
 exactly those. With bfloat16 products FSDP rounds the float32 masters as it gathers them. Without (a CPU
 that lacks bfloat16 instructions emulates them six times slower than float32), the module holds the rounded
-values in float32 and the masters lie beside it.
+values in float32 and the masters lie beside it (masters.py; sharding.py, optimizers.py).
 
 Legend: T tokens of a micro-batch, K of them loss tokens, V vocabulary.
 """
@@ -19,7 +19,7 @@ Legend: T tokens of a micro-batch, K of them loss tokens, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,18 +27,19 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from async_rl.algo.losses import LossConfig, TokenSums, policy_loss
 from async_rl.algo.mismatch import token_measures, totals_by_slot
 from async_rl.algo.packing import MicroBatch
+from workers.masters import Adapters, Masters, WholeMasters, adapted, local
+from workers.optimizers import OptimizerRows, make_optimizer, optimizer_rows, set_updates
 from workers.pretrained import load_causal_lm
 from workers.process_group import RankGroup
 from workers.settings import ModelConfig, TrainerConfig
+from workers.sharding import decoder_layers, place, shard
 
-__all__ = ["Learner", "OptimizerRows", "StepStats", "compute_dtype", "warmup_factor"]
+__all__ = ["Learner", "StepStats", "compute_dtype", "warmup_factor"]
 
 
 @dataclass(frozen=True)
@@ -65,17 +66,6 @@ class StepStats:
     @property
     def finite(self) -> bool:
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
-
-
-@dataclass(frozen=True)
-class OptimizerRows:
-    """One parameter's rows on this rank, live and writable: what a checkpoint holds of it."""
-
-    shape: tuple[int, ...]  # of the whole parameter
-    first: int  # row
-    param: Tensor  # float32 master
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
 
 
 def compute_dtype(wanted: str, device: torch.device) -> torch.dtype:
@@ -117,15 +107,32 @@ class Learner:
         if model.activation_checkpointing:
             self._model.gradient_checkpointing_enable({"use_reentrant": False})
             self._model.train()  # transformers checkpoints only then; dropout is off anyway
-        _shard(self._model, self._dtype, device, group.size)
+        targets = adapted(self._model, model) if model.lora_rank else []
+        if model.compile:
+            for layer in decoder_layers(self._model):
+                layer.compile()
+        self._placement = place(device, group.size, trainer.replicas)
+        shard(self._model, self._placement, self._dtype, offload=trainer.offload == "all")
 
         self._seen: dict[str, DTensor] = dict(self._model.named_parameters())
-        self._masters = self._seen
-        if self._dtype != torch.bfloat16:
-            self._masters = {name: _copy(p) for name, p in self._seen.items()}
+        on_host = trainer.offload != "none"
+        self._masters: Masters
+        if targets:
+            self._masters = Adapters(
+                self._seen,
+                targets,
+                self._placement,
+                rank=model.lora_rank,
+                alpha=model.lora_alpha,
+                on_host=on_host,
+            )
+        else:
+            self._masters = WholeMasters(self._seen, self._dtype, on_host=on_host)
+        self._gradients: dict[str, DTensor] = {}  # of the masters
         self.updates = 0  # of the optimizer: steps less refused ones
-        self._optimizer = _adamw(self._masters, trainer)
-        self._show_masters()
+        self._optimizer = make_optimizer(self._masters.tensors, trainer)
+        self._round_frozen()
+        self._masters.show()
 
     def parameters(self) -> dict[str, DTensor]:
         """Hugging Face names to sharded parameters; rounded to bfloat16 they are what the forward pass
@@ -142,7 +149,7 @@ class Learner:
 
         `loss_tokens` and `slots` of the whole batch, all ranks. Gradients of an earlier batch are forgotten.
         """
-        self._model.zero_grad(set_to_none=True)
+        self._forget()
         sums = torch.zeros(len(TokenSums._fields) + 1, dtype=torch.float64)
         greatest = torch.zeros(1, dtype=torch.float64)
         measured = np.zeros((slots, 4))
@@ -152,11 +159,12 @@ class Learner:
             sums += torch.stack([value.double() for value in (*token_sums, entropy)]).cpu()
             greatest = torch.maximum(greatest, ratio_max.double().cpu())
             measured += measures
-        squares = sum(
-            (_local(g).double().square().sum() for g in self._gradients()),
-            torch.zeros((), dtype=torch.float64),
-        )
-        sums = torch.cat([sums, squares.cpu().reshape(1), torch.from_numpy(measured).reshape(-1)])
+        self._gradients = self._masters.gradients()
+        squares = torch.zeros((), dtype=torch.float64)
+        if self._placement.replica == 0:  # the other copies have the same gradients
+            for gradient in self._gradients.values():
+                squares += local(gradient).double().square().sum().cpu()
+        sums = torch.cat([sums, squares.reshape(1), torch.from_numpy(measured).reshape(-1)])
         self._group.sum(sums)
         self._group.max(greatest)
         *token_values, entropy_sum, square_sum = sums[: len(TokenSums._fields) + 2].tolist()
@@ -214,20 +222,18 @@ class Learner:
         untouched, where the loss or the gradient is not finite (one NaN in Adam's moments would never leave
         them again), and where the batch had no loss token (momentum alone must not move the weights)."""
         if not stats.finite or not stats.tokens:
-            self._model.zero_grad(set_to_none=True)
+            self._forget()
             return False
         scale = min(1.0, self._trainer.clip_norm / (stats.grad_norm + 1e-6))
-        for name, parameter in self._seen.items():
-            if parameter.grad is not None:
-                _local(parameter.grad).mul_(scale)
-                self._masters[name].grad = parameter.grad
+        for name, gradient in self._gradients.items():
+            local(gradient).mul_(scale)
+            self._masters.tensors[name].grad = gradient
         for parameters in self._optimizer.param_groups:
             parameters["lr"] = self.learning_rate
         self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-        self._model.zero_grad(set_to_none=True)
+        self._forget()
         self.updates += 1
-        self._show_masters()
+        self._masters.show()
         return True
 
     @property
@@ -238,67 +244,32 @@ class Learner:
     # ------------------------------------------------------------ checkpoints
 
     def rows(self) -> dict[str, OptimizerRows]:
-        """Everything a checkpoint holds of this rank, by parameter name; live tensors, to read or to write
-        into. Call `restored` after writing."""
-        return {name: self._rows_of(master) for name, master in self._masters.items()}
+        """Everything a checkpoint holds of this rank, by name; live tensors, to read or to write into. Call
+        `restored` after writing."""
+        return optimizer_rows(self._masters.tensors, self._optimizer, self._placement, self._group.rank)
 
     def restored(self, updates: int) -> None:
-        """The tensors of `rows` were overwritten with the state after `updates` updates."""
+        """The tensors of `rows` were overwritten with the state after `updates` updates. Collective."""
         self.updates = updates
-        for state in self._optimizer.state.values():
-            state["step"].fill_(updates)
-        self._show_masters()
-
-    def _rows_of(self, master: DTensor) -> OptimizerRows:
-        state = self._optimizer.state[master]
-        chunk = -(
-            -master.shape[0] // self._group.size
-        )  # torch.chunk's rule: the last ranks may hold less, or nothing
-        return OptimizerRows(
-            shape=tuple(master.shape),
-            first=min(self._group.rank * chunk, master.shape[0]),
-            param=_local(master),
-            exp_avg=_local(state["exp_avg"]),
-            exp_avg_sq=_local(state["exp_avg_sq"]),
-        )
+        set_updates(self._optimizer, updates)
+        self._masters.show()
 
     # ------------------------------------------------------------ inside
 
     @torch.no_grad()
-    def _show_masters(self) -> None:
-        """Put the masters, rounded to bfloat16, where the forward pass reads (unless FSDP rounds them
-        itself)."""
-        if self._masters is not self._seen:
-            for name, master in self._masters.items():
-                _local(self._seen[name]).copy_(_local(master).to(torch.bfloat16))
+    def _round_frozen(self) -> None:
+        """What has no master is seen as it is published, too."""
+        for weight in self._seen.values():
+            if not weight.requires_grad:
+                local(weight).copy_(local(weight).to(torch.bfloat16))
 
-    def _gradients(self) -> Iterator[Tensor]:
-        return (p.grad for p in self._seen.values() if p.grad is not None)
+    def _forget(self) -> None:
+        self._gradients = {}
+        self._masters.forget()
+        self._optimizer.zero_grad(set_to_none=True)
 
     def _to_device(self, array: Any) -> Tensor:
         return torch.from_numpy(array).to(self._device, non_blocking=True)
-
-
-def _shard(model: Any, dtype: torch.dtype, device: torch.device, ranks: int) -> None:
-    """FSDP2 in place: one unit per decoder layer, one for the rest (embeddings, head, last norm)."""
-    mesh = init_device_mesh(device.type, (ranks,))
-    half = dtype if dtype != torch.float32 else None
-    policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
-    for layer in _decoder_layers(model):
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            # FSDP averages over ranks by default; ours is a sum, divided by the loss tokens of the whole
-            # batch.
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum
-
-
-def _decoder_layers(model: Any) -> Iterable[nn.Module]:
-    """The modules that transformers itself says must not be split over devices."""
-    names = set(model._no_split_modules or ())
-    return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def _turn_off_dropout(model: nn.Module) -> None:
@@ -309,28 +280,6 @@ def _turn_off_dropout(model: nn.Module) -> None:
             module.p = 0.0
         if isinstance(getattr(module, "attention_dropout", None), float):
             module.attention_dropout = 0.0  # type: ignore[assignment]
-
-
-def _adamw(masters: dict[str, DTensor], trainer: TrainerConfig) -> torch.optim.AdamW:
-    """With its state made now and not at the first step, so that a checkpoint always has the same shape."""
-    matrices = [p for p in masters.values() if p.ndim >= 2]
-    others = [p for p in masters.values() if p.ndim < 2]
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": matrices, "weight_decay": trainer.weight_decay},
-            {"params": others, "weight_decay": 0.0},
-        ],
-        lr=trainer.learning_rate,
-        betas=trainer.betas,
-        eps=trainer.eps,
-    )
-    for parameter in masters.values():
-        optimizer.state[parameter] = {
-            "step": torch.tensor(0.0),
-            "exp_avg": torch.zeros_like(parameter),
-            "exp_avg_sq": torch.zeros_like(parameter),
-        }
-    return optimizer
 
 
 def _stats(
@@ -354,12 +303,3 @@ def _stats(
         masked_negative=float(sums.negative_masked) / max(float(sums.negative), 1.0),
         entropy=entropy / count,
     )
-
-
-def _copy(parameter: DTensor) -> Any:
-    return nn.Parameter(parameter.detach().clone())
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's rows of a DTensor, sharing its memory."""
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()

@@ -1,8 +1,9 @@
 """The local part of the trainer's parameters, as 16-bit rows in host memory.
 
 Supported: FSDP2's DTensors sharded by rows (`Shard(0)` over all ranks, with torch.chunk's rule: rank r
-holds rows [r*c, min((r+1)*c, rows)), c = ceil(rows / ranks); the last shards may be short or empty), and
-plain tensors, which are taken to be equal on every rank. Everything else is refused before training starts.
+holds rows [r*c, min((r+1)*c, rows)), c = ceil(rows / ranks); the last shards may be short or empty); the same in
+several copies (HSDP: `Replicate(), Shard(0)` on a mesh [copies, ranks / copies]), of which the first one is written;
+and plain tensors, which are taken to be equal on every rank. Everything else is refused before training starts.
 
 Memory: a State is one 16-bit copy of this rank's rows. The buffers come from a pool, tensor by tensor, and go
 back when the last holder lets go; two per tensor are kept. Who compares two states while a third is still being
@@ -18,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from async_rl.errors import ModelMismatch, WeightsError
 from async_rl.weights.packs import TensorSpec
@@ -56,8 +57,10 @@ class Shards:
         self.rank, self.ranks = rank, ranks
         self._run = run
         self._parameters = _select(run, parameters)
+        # Ranks that hold one copy of the model between them, the first ones of all.
+        self.holders = min((_holders(each, ranks) for each in self._parameters.values()), default=ranks)
         for spec in run.tensors:
-            _check_placement(spec, self._parameters[spec.name], rank, ranks)
+            _check_placement(spec, self._parameters[spec.name], rank, ranks, self.holders)
         self._on_gpu = any(tensor.device.type == "cuda" for tensor in self._parameters.values())
         self._pool = _Pool()
 
@@ -68,6 +71,8 @@ class Shards:
         buffers = {}
         for name, tensor in self._parameters.items():
             local = _local(tensor)
+            if self.rank >= self.holders:
+                local = local[:0]  # a further copy: another rank writes these rows
             buffer = buffers[name] = self._pool.take(name)
             if buffer.data is None:
                 buffer.data = torch.empty(local.shape, dtype=dtype, pin_memory=tensor.device.type == "cuda")
@@ -87,8 +92,8 @@ class Shards:
             if isinstance(self._parameters[spec.name], DTensor):
                 rows = spec.shape[0]
                 row = size // rows if rows else 0
-                start = min(self.rank * -(-rows // self.ranks), rows) * row
-                count = rows_of(self.rank, rows, self.ranks) * row
+                start = min(self.rank * -(-rows // self.holders), rows) * row
+                count = rows_of(self.rank, rows, self.holders) * row
             if count:
                 yield Part(index, start, count, place)
             place += size
@@ -100,8 +105,8 @@ class Shards:
                 yield owner, spec.nbytes
             return
         row_bytes = spec.nbytes // spec.shape[0] if spec.shape[0] else 0
-        for rank in range(self.ranks):
-            size = rows_of(rank, spec.shape[0], self.ranks) * row_bytes
+        for rank in range(self.holders):
+            size = rows_of(rank, spec.shape[0], self.holders) * row_bytes
             if size:
                 yield rank, size
 
@@ -218,18 +223,25 @@ def _select(run: RunInfo, parameters: Mapping[str, torch.Tensor]) -> dict[str, t
     return chosen
 
 
-def _check_placement(spec: TensorSpec, tensor: torch.Tensor, rank: int, ranks: int) -> None:
+def _holders(tensor: torch.Tensor, ranks: int) -> int:
+    mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
+    return mesh.shape[1] if mesh is not None and mesh.ndim == 2 else ranks
+
+
+def _check_placement(spec: TensorSpec, tensor: torch.Tensor, rank: int, ranks: int, holders: int) -> None:
     if not isinstance(tensor, DTensor):
         return
     mesh = tensor.device_mesh
-    over_all = mesh.ndim == 1 and mesh.mesh.flatten().tolist() == list(range(ranks))
-    if not over_all or tuple(tensor.placements) != (Shard(0),):
+    in_order = mesh.mesh.flatten().tolist() == list(range(ranks)) and mesh.shape[-1] == holders
+    supported = ((Shard(0),), (Replicate(), Shard(0)))[: 2 if holders < ranks or mesh.ndim == 2 else 1]
+    if not in_order or tuple(tensor.placements) not in supported or mesh.ndim > 2:
         raise WeightsError(
             f"parameter {spec.name} is placed as {tuple(tensor.placements)} on a mesh of shape "
-            f"{tuple(mesh.shape)}: only Shard(0) over all {ranks} ranks in order can be published",
-            hint="apply fully_shard with a one-dimensional mesh of all ranks and its default placement",
+            f"{tuple(mesh.shape)}: only Shard(0) over all {ranks} ranks in order, or over each row of a mesh "
+            "[copies, ranks / copies], can be published",
+            hint="apply fully_shard with a mesh of all ranks, of one dimension or of two, and its default placement",
         )
-    expected = (rows_of(rank, spec.shape[0], ranks), *spec.shape[1:])
+    expected = (rows_of(rank % holders, spec.shape[0], holders), *spec.shape[1:])
     if tuple(_local(tensor).shape) != expected:
         raise WeightsError(
             f"rank {rank} holds {tuple(_local(tensor).shape)} of parameter {spec.name}, not {expected}",

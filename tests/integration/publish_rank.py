@@ -17,9 +17,9 @@ import msgspec
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from async_rl.errors import AccessDenied, AsyncRLError, Fenced, StoreUnavailable, WeightsError
 from async_rl.store import ObjectStore, open_store
@@ -85,12 +85,17 @@ def state(number: int) -> dict[str, torch.Tensor]:
     return whole
 
 
-def sharded(whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+def sharded(whole: dict[str, torch.Tensor], copies: int = 1) -> dict[str, torch.Tensor]:
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (ranks,) if copies == 1 else (copies, ranks // copies))
     return {
-        name: distribute_tensor(tensor, mesh, [Shard(0)]) if tensor.ndim else tensor
+        name: distribute_tensor(tensor, mesh, rows(mesh)) if tensor.ndim else tensor
         for name, tensor in whole.items()
     }
+
+
+def rows(mesh: DeviceMesh) -> list[Placement]:
+    return [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
 
 
 def assign(parameters: dict[str, torch.Tensor], whole: dict[str, torch.Tensor]) -> None:
@@ -98,7 +103,7 @@ def assign(parameters: dict[str, torch.Tensor], whole: dict[str, torch.Tensor]) 
         for name, tensor in whole.items():
             sharding = isinstance(parameters[name], DTensor)
             mesh = parameters[name].device_mesh if sharding else None
-            parameters[name].copy_(distribute_tensor(tensor, mesh, [Shard(0)]) if mesh else tensor)
+            parameters[name].copy_(distribute_tensor(tensor, mesh, rows(mesh)) if mesh else tensor)
 
 
 def publish_states(
@@ -126,11 +131,16 @@ def small_tiles() -> Iterator[None]:
         yield
 
 
-def states(url: str, folder: Path) -> None:
+def states(url: str, folder: Path, copies: int = 1) -> None:
     store = ScriptedStore(open_store(url))
     written = threading.Event()
     store.on("put", "ways/", written.set, lost_answer=True)
-    publish_states(store, folder, sharded(state(0)), written if dist.get_rank() == 0 else None)
+    publish_states(store, folder, sharded(state(0), copies), written if dist.get_rank() == 0 else None)
+
+
+def in_copies(url: str, folder: Path) -> None:
+    """Each of two copies of the model over half of the ranks (HSDP)."""
+    states(url, folder, copies=2)
 
 
 def failing(url: str, folder: Path) -> None:
@@ -239,7 +249,8 @@ def failing(url: str, folder: Path) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    {"fsdp": fsdp_model, "states": states, "failing": failing}[sys.argv[1]](sys.argv[2], Path(sys.argv[3]))
+    scenarios = {"fsdp": fsdp_model, "states": states, "copies": in_copies, "failing": failing}
+    scenarios[sys.argv[1]](sys.argv[2], Path(sys.argv[3]))
     dist.destroy_process_group()
     # Not through the interpreter's end, as async_rl/cli/trainer.py's _leave: a rank of a busy host may abort there
     # ("terminate called without an active exception"). The test is over by now.

@@ -20,8 +20,9 @@ from async_rl.errors import CheckpointError, StoreUnavailable
 from async_rl.store.base import ObjectStore, Upload
 from async_rl.store.file import FileStore
 from workers import checkpoints
-from workers.checkpoints import PIECES, Checkpoint, Progress, Snapshot
-from workers.learner import OptimizerRows
+from workers.checkpoints import FORMAT_1_TENSORS as PIECES
+from workers.checkpoints import Checkpoint, Progress, Snapshot
+from workers.optimizers import OptimizerRows
 
 SHAPES = {"embed": (7, 3), "norm": (5,), "one": (1, 4), "head": (6, 2)}
 Whole = dict[str, tuple[torch.Tensor, ...]]
@@ -42,7 +43,9 @@ def rows_of(whole: Whole, rank: int, ranks: int) -> dict[str, OptimizerRows]:
         chunk = -(-count // ranks)
         first, stop = min(rank * chunk, count), min((rank + 1) * chunk, count)
         rows[name] = OptimizerRows(
-            tuple(tensors[0].shape), first, *(t[first:stop].clone() for t in tensors)
+            tuple(tensors[0].shape),
+            first,
+            {key: t[first:stop].clone() for key, t in zip(PIECES, tensors, strict=True)},
         )
     return rows
 
@@ -77,7 +80,7 @@ def load(store: ObjectStore, checkpoint: Checkpoint, ranks: int) -> Whole:
     for rank, rows in enumerate(shards):
         checkpoints.restore(store, checkpoint, rank, rows)
     return {
-        name: tuple(torch.cat([getattr(rows[name], piece) for rows in shards]) for piece in PIECES)
+        name: tuple(torch.cat([rows[name].tensors[piece] for rows in shards]) for piece in PIECES)
         for name in SHAPES
     }
 
@@ -247,7 +250,7 @@ def test_a_snapshot_does_not_change_with_the_rows_and_its_memory_is_used_again(s
     snapshot.take(rows)
     memory = snapshot._floats.data_ptr()
     for row in rows.values():
-        row.param.fill_(7.0)
+        row.tensors["param"].fill_(7.0)
     taken = checkpoints.write_rank(store, "00000001-0000000001", 0, snapshot)
     made = checkpoints.commit(store, Progress(1, 1, 1, 8, 1), [taken], fingerprint="model", parent="")
     assert equal(load(store, made, 2), whole_state(1))

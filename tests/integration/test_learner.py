@@ -91,9 +91,9 @@ def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor])
 def bits(learner: Learner) -> dict[str, torch.Tensor]:
     """Everything an update may change."""
     return {
-        f"{name}/{piece}": getattr(row, piece).clone()
+        f"{name}/{piece}": tensor.clone()
         for name, row in learner.rows().items()
-        for piece in ("param", "exp_avg", "exp_avg_sq")
+        for piece, tensor in row.tensors.items()
     }
 
 
@@ -310,7 +310,7 @@ def test_updates_too_small_for_bfloat16_add_up_in_the_masters(model: Path, group
     shown = {name: p.full_tensor().bfloat16() for name, p in learner.parameters().items()}
     batch = share(make_samples(4), 64, group)
     learner.optimizer_step(learner.forward_backward(*batch))
-    masters = {name: row.param.clone() for name, row in learner.rows().items()}
+    masters = {name: row.tensors["param"].clone() for name, row in learner.rows().items()}
     for name, parameter in learner.parameters().items():
         now = parameter.full_tensor()
         assert torch.equal(now.bfloat16(), masters[name].bfloat16()), (
@@ -335,7 +335,7 @@ def test_a_large_gradient_is_clipped_to_the_limit(model: Path, group: RankGroup)
     wanted = {name: 0.5 * g / stats.grad_norm for name, g in gradients(learner).items()}
     assert learner.optimizer_step(stats)
     # After the first update Adam's first moment is (1 - beta1) times the gradient it was given.
-    assert_same({name: row.exp_avg / 0.1 for name, row in learner.rows().items()}, wanted)
+    assert_same({name: row.tensors["exp_avg"] / 0.1 for name, row in learner.rows().items()}, wanted)
 
 
 def test_statistics_of_fresh_tokens_are_none_where_there_are_none(model: Path, group: RankGroup):
