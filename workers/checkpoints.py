@@ -328,7 +328,8 @@ def _holders(name: str, row: OptimizerRows, tables: list[Table]) -> Iterator[_Fo
             raise _other_model(name, row, f"in {table.part} it is of shape {list(piece.shape)}")
         if set(piece.tensors) != set(row.tensors):
             raise CheckpointError(
-                f"{name}: the checkpoint holds {', '.join(piece.tensors)}, this trainer keeps {', '.join(row.tensors)}",
+                f"{name}: the checkpoint holds {', '.join(piece.tensors)}, "
+                f"this trainer keeps {', '.join(row.tensors)}",
                 hint="go on with the trainer.optimizer that it was written with",
             )
         known = True

@@ -71,7 +71,7 @@ class Shards:
         buffers = {}
         for name, tensor in self._parameters.items():
             local = _local(tensor)
-            if self.rank >= self.holders:
+            if self.rank >= self.holders and isinstance(tensor, DTensor):
                 local = local[:0]  # a further copy: another rank writes these rows
             buffer = buffers[name] = self._pool.take(name)
             if buffer.data is None:
