@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -268,3 +269,16 @@ def _settings_on_ranks(group: RankGroup, model: Path, folder: Path) -> None:
 def test_copies_must_divide_the_ranks(model: Path, group: RankGroup):
     with pytest.raises(ConfigError, match="replicas = 2 does not divide the 1 ranks"):
         learner_of(model, group, replicas=2)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+def test_compiled_layers_give_the_same_gradients(model: Path, group: RankGroup):
+    batch = share(make_samples(8), 40, group)
+    plain, compiled = learner_of(model, group), learner_of(model, group, {"compile": True})
+    for learner in (plain, compiled):
+        learner.forward_backward(*batch)
+    for name, gradient in master_gradients(plain).items():
+        scale = gradient.abs().max().clamp(min=1e-3)
+        assert (master_gradients(compiled)[name] - gradient).abs().max() <= 1e-3 * scale, name
