@@ -86,6 +86,7 @@ class LedgerState:
         self._stored: dict[int, Stored] = {}  # by ordinal: every group that may still be asked for
         self._buffer: dict[Key, Stored] = {}  # those of them that no step of this branch has
         self._buffered_bytes = 0
+        self._retired: set[int] = set()  # stored for the steps that have them, and for no other
         self._hashes: dict[int, bytes] = {}  # of settled groups
         self._given_up: deque[int] = deque(maxlen=GIVEN_UP_KEPT)
         self._full_since: float | None = None  # since when a whole batch is buffered
@@ -218,6 +219,7 @@ class LedgerState:
                 key = Key("train", ordinal)
                 self._pool.discard(key)
                 self._unbuffer(key)
+                self._retired.discard(ordinal)
                 self._stored[ordinal] = self._buffer[key] = Stored(key, versions, place, digest, worker)
                 self._buffered_bytes += place.size
                 self._note_full(now)
@@ -234,9 +236,8 @@ class LedgerState:
                 self._full_since = None
                 self._note_full(now)
             case Dropped(ordinal, reason):
-                self._unbuffer(Key("train", ordinal))
-                self._stored.pop(ordinal, None)
-                self._pool.add(Key("train", ordinal))
+                if not self._take_out(Key("train", ordinal)):
+                    self._pool.add(Key("train", ordinal))
                 self.dropped[reason] += 1
                 self._note_full(now)
             case Quarantined(worker, reason):
@@ -256,6 +257,7 @@ class LedgerState:
             self._branches = Branches()
             self._stored.clear()
             self._buffer.clear()
+            self._retired.clear()
             self._hashes.clear()
             self._given_up.clear()
             self.frontier = self.resumable = 0
@@ -276,7 +278,9 @@ class LedgerState:
             if ordinal >= self.frontier:
                 self._pool.add(Key("train", ordinal))
         self._buffer = {
-            stored.key: stored for ordinal, stored in self._stored.items() if not consumed(ordinal)
+            stored.key: stored
+            for ordinal, stored in self._stored.items()
+            if ordinal not in self._retired and not consumed(ordinal)
         }
         self._buffered_bytes = sum(stored.place.size for stored in self._buffer.values())
         self.frontier = max(self.frontier, took.frontier)
@@ -287,8 +291,7 @@ class LedgerState:
     def _apply_settled(self, settled: Settled, now: float) -> None:
         key = Key("train", settled.ordinal)
         self._pool.discard(key)
-        self._unbuffer(key)
-        self._stored.pop(settled.ordinal, None)
+        self._take_out(key)
         self._note_full(now)
         self.dropped[settled.reason] += 1
         if settled.hash:
@@ -321,6 +324,17 @@ class LedgerState:
         if stored is not None:
             self._buffered_bytes -= stored.place.size
 
+    def _take_out(self, key: Key) -> bool:
+        """No step to come will have this group. Whether it stays all the same, and its prompt with it: the steps of
+        another branch have it, and whoever resumes there gets it again. It was admitted once."""
+        self._unbuffer(key)
+        retired = key.ordinal in self._stored and self._branches.has(key.ordinal)
+        if retired:
+            self._retired.add(key.ordinal)
+        else:
+            self._stored.pop(key.ordinal, None)
+        return retired
+
     def _note_full(self, now: float) -> None:
         if self.buffered < self._config.batch_groups:
             self._full_since = None
@@ -334,6 +348,7 @@ class LedgerState:
         for ordinal, stored in list(self._stored.items()):
             if ordinal not in needed and stored.key not in self._buffer:
                 del self._stored[ordinal]
+                self._retired.discard(ordinal)
                 self._remember(ordinal, stored.hash)
 
     def _remember(self, ordinal: int, digest: bytes) -> None:

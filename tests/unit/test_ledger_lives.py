@@ -2,7 +2,8 @@
 must hold is checked from a log that the test keeps itself.
 
 An imagined trainer trains batches, publishes, writes checkpoints, is killed, and resumes from any checkpoint that is
-kept. Its weights are a function of what it has trained, so equal histories have equal digests.
+kept: also from one that its predecessor, not dead yet, wrote later, which starts a branch. Workers are quarantined, and
+what they had delivered is left out where no step has it. Its weights are a function of what it has trained, so equal histories have equal digests.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class Checkpoint:
     open: tuple[int, ...]
     history: tuple[tuple[int, ...], ...]
     version: int
+    zombies: bool = False  # written when a newer trainer had the run already
 
 
 @dataclass
@@ -62,7 +64,11 @@ class Lives(RuleBasedStateMachine):
         self.ledger.open("run", "model")
         self.acknowledged: set[int] = set()
         self.dropped: dict[int, str] = {}
+        self.generated_again = 0
+        self.made = itertools.count(1)
+        self.had: dict[tuple[int, int], tuple[tuple[int, float], ...]] = {}  # groups, by incarnation and step
         self.checkpoints: list[Checkpoint] = []
+        self.zombie: Trainer | None = None
         self.trainer = Trainer(0)
         self.served = dict.fromkeys(WORKERS, 0)
         self.attach(Trainer(1), parent=-1, took=Took(1, 0, -1, 0, (), False))
@@ -97,6 +103,10 @@ class Lives(RuleBasedStateMachine):
             "trained though too old"
         )
         assert self.ledger.formed(step).groups == formed.groups, "asked again, the same answer"
+        which = tuple((made.key.ordinal, made.generate_s) for made in formed.groups)
+        if formed.assigned.replayed:
+            assert which in {had for (_, at), had in self.had.items() if at == step}, "not what it was"
+        self.had[self.trainer.incarnation, step] = which
         self.trainer.history.append(ordinals)
         self.trainer.frontier, self.trainer.open = formed.assigned.frontier, formed.assigned.open
         gone = buffered - {key.ordinal for key in self.ledger._buffer} - set(ordinals)
@@ -113,10 +123,19 @@ class Lives(RuleBasedStateMachine):
 
     @rule()
     def the_trainer_writes_a_checkpoint(self):
-        t = self.trainer
+        self.write_checkpoint(self.trainer)
+
+    @precondition(lambda self: self.zombie is not None)
+    @rule()
+    def the_trainer_before_was_not_dead_and_writes_one_too(self):
+        if len(self.zombie.history) >= self.ledger.resumable:
+            self.write_checkpoint(self.zombie, zombies=True)
+        self.zombie = None
+
+    def write_checkpoint(self, t, zombies=False):
         if t.history:
             made = Checkpoint(
-                t.incarnation, len(t.history), t.frontier, t.open, tuple(t.history), t.version
+                t.incarnation, len(t.history), t.frontier, t.open, tuple(t.history), t.version, zombies
             )
             self.checkpoints.append(made)
 
@@ -130,18 +149,20 @@ class Lives(RuleBasedStateMachine):
     def the_trainer_is_killed_and_resumes(self, data):
         incarnation = self.trainer.incarnation + 1
         longest = list(self.trainer.history)
+        self.zombie, strange = self.trainer, False
         if self.checkpoints:
             # mostly the newest; sometimes an older one, which starts a branch
             chosen = data.draw(st.sampled_from([self.checkpoints[-1], *self.checkpoints]))
             took = Took(incarnation, chosen.step, chosen.incarnation, chosen.frontier, chosen.open, False)
             trainer = Trainer(incarnation, list(chosen.history), chosen.frontier, chosen.open)
+            strange = chosen.zombies  # equal steps, but on another branch
             self.attach(trainer, chosen.version, took)
         else:
             if self.ledger.resumable:
                 return
             self.attach(Trainer(incarnation), 0, Took(incarnation, 0, -1, 0, (), False))
         mine = self.trainer.history
-        if longest[: len(mine)] == mine:  # the one before had the same past: its steps come again
+        if longest[: len(mine)] == mine and not strange:  # the one before had the same past: its steps come again
             again = [self.ledger._replay[step].ordinals for step in range(len(mine), len(longest))]
             assert again == longest[len(mine) :]
 
@@ -174,8 +195,9 @@ class Lives(RuleBasedStateMachine):
             held = data.draw(st.sampled_from(sorted(self.ledger.pool.held, key=lambda held: held.lease)))
             rewards = [0.0, 1.0] if signal else [1.0, 1.0]
             served = (held.version, max(held.version, self.served[held.worker]))
+            made = group(held.key, rewards=rewards, generate_s=float(next(self.made)))
             outcome = self.ledger.deliver(
-                held.lease, held.worker, group(held.key, rewards=rewards), (served, served), self.now
+                held.lease, held.worker, made, (served, served), self.now
             ).outcome
             ordinal = held.key.ordinal
             assert ordinal not in self.acknowledged
@@ -188,6 +210,25 @@ class Lives(RuleBasedStateMachine):
         for failure in self.ledger.worker_left(worker, "gone", counted=True):
             if failure.given_up:
                 self.dropped[failure.key.ordinal] = "failed"
+
+    @rule(worker=st.sampled_from(WORKERS))
+    def a_worker_is_quarantined_and_released(self, worker):
+        mine = {key.ordinal for key, stored in self.ledger._buffer.items() if stored.worker == worker}
+        before = self.ledger.dropped["quarantined"]
+        self.ledger.put_in_quarantine(worker, "it lied", self.now)
+        self.ledger.release(worker)
+        assert self.ledger.dropped["quarantined"] - before == len(mine), "every drop is counted"
+        kept = {
+            ordinal
+            for (_, step), had in self.had.items()
+            if step >= self.ledger.resumable
+            for ordinal, _ in had
+        }
+        self.dropped |= dict.fromkeys(mine & kept, "quarantined")
+        again = mine - kept
+        assert again <= {key.ordinal for key in self.ledger.pool}
+        self.acknowledged -= again
+        self.generated_again += len(again)
 
     # ---------------------------------------------------------------- what always holds
 
@@ -220,7 +261,7 @@ class Lives(RuleBasedStateMachine):
 
     @invariant()
     def drops_are_counted(self):
-        assert sum(self.ledger.dropped.values()) == len(self.dropped)
+        assert sum(self.ledger.dropped.values()) == len(self.dropped) + self.generated_again
 
 
 Lives.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
