@@ -330,6 +330,8 @@ class GroupLedger(LedgerState):
         bodies, lags = [], []
         rewards: list[float] = []
         for ordinal in assigned.ordinals:
+            if ordinal in self._damaged:
+                continue  # as when this step was first without it
             stored = self._stored.get(ordinal)
             try:
                 if stored is None:
@@ -338,8 +340,9 @@ class GroupLedger(LedgerState):
                 assert isinstance(record, Arrived), "a place is that of a group"
                 rewards += rewards_of(record.group)
             except (Corrupt, Malformed) as error:
-                self.dropped["damaged"] += 1
                 log.error("a group of a batch can't be read", step=assigned.step, reason=error.message)
+                digest = stored.hash if stored is not None else b""
+                self._write(Settled(ordinal, "damaged", error.message, digest))
                 continue
             steps = self._steps_then(stored) if assigned.replayed else self._steps(stored)
             bodies.append(record.group)

@@ -87,6 +87,7 @@ class LedgerState:
         self._buffer: dict[Key, Stored] = {}  # those of them that no step of this branch has
         self._buffered_bytes = 0
         self._retired: set[int] = set()  # stored for the steps that have them, and for no other
+        self._damaged: set[int] = set()  # groups that steps had, and that can't be read any more
         self._hashes: dict[int, bytes] = {}  # of settled groups
         self._given_up: deque[int] = deque(maxlen=GIVEN_UP_KEPT)
         self._full_since: float | None = None  # since when a whole batch is buffered
@@ -135,6 +136,16 @@ class LedgerState:
         """Who delivered a group that may still be asked for, by its lease and not by its own word; else ""."""
         stored = self._stored.get(key.ordinal) if key.split == "train" else None
         return stored.worker if stored is not None else ""
+
+    def history(self) -> dict[int, Assigned]:
+        """What each step had, or will have, on the branch of the trainer that has the run."""
+        found = {each.step: self._branches.lookup(self.incarnation, each.step) for each in self._branches.all()}
+        return {step: assigned for step, assigned in found.items() if assigned is not None}
+
+    def place_of(self, ordinal: int) -> Place | None:
+        """Where the group of a prompt is; None where there is none that may still be asked for."""
+        stored = self._stored.get(ordinal)
+        return None if stored is None else stored.place
 
     # ---------------------------------------------------------------- the journal
 
@@ -191,6 +202,7 @@ class LedgerState:
             given_up=tuple(self._given_up),
             dead_letters=tuple(self.dead_letters),
             quarantine=self.quarantine.kept(),
+            damaged=tuple(sorted(self._damaged)),
         )
 
     def _write(self, record: Record, now: float = 0.0) -> None:
@@ -228,6 +240,8 @@ class LedgerState:
             case Assigned(_, step, ordinals):
                 for ordinal in ordinals:
                     self._unbuffer(Key("train", ordinal))
+                    # Where its group was found damaged when the journal was read: a step has had it all the same.
+                    self._pool.discard(Key("train", ordinal))
                 self._branches.assign(record)
                 self._replay.pop(step, None)
                 self.next_step = step + 1
@@ -258,6 +272,7 @@ class LedgerState:
             self._stored.clear()
             self._buffer.clear()
             self._retired.clear()
+            self._damaged.clear()
             self._hashes.clear()
             self._given_up.clear()
             self.frontier = self.resumable = 0
@@ -292,6 +307,10 @@ class LedgerState:
         key = Key("train", settled.ordinal)
         self._pool.discard(key)
         self._take_out(key)
+        if settled.reason == "damaged":  # there is nothing to keep for anybody
+            self._stored.pop(settled.ordinal, None)
+            self._retired.discard(settled.ordinal)
+            self._damaged.add(settled.ordinal)
         self._note_full(now)
         self.dropped[settled.reason] += 1
         if settled.hash:
@@ -313,6 +332,7 @@ class LedgerState:
         self.dropped.update(snapshot.dropped)
         self.dead_letters.extend(snapshot.dead_letters)
         self._given_up.extend(snapshot.given_up)
+        self._damaged.update(snapshot.damaged)
         self.quarantine.restore(snapshot.quarantine, now)
         for prompt in snapshot.prompts:
             self._pool.restore(Key("train", prompt.ordinal), prompt, now)
@@ -350,6 +370,7 @@ class LedgerState:
                 del self._stored[ordinal]
                 self._retired.discard(ordinal)
                 self._remember(ordinal, stored.hash)
+        self._damaged &= needed
 
     def _remember(self, ordinal: int, digest: bytes) -> None:
         self._hashes[ordinal] = digest

@@ -1,5 +1,6 @@
 """A group that the steps of one branch have can be taken from another branch, and the first one still repeats its
-steps whole: the trainer that resumes there gets what its predecessor had, group by group."""
+steps whole: the trainer that resumes there gets what its predecessor had, group by group. What can not be read any more
+is left out of a step in the same way each time."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ import pytest
 
 from orchestrator.config import OrchestratorConfig
 from orchestrator.ledger import GroupLedger
-from orchestrator.records import Took, Version
-from orchestrator.spool import MemoryJournal
+from orchestrator.records import Took, Version, encode_record
+from orchestrator.spool import MemoryJournal, Place
 from orchestrator.versions import Versions
 from tests.orchestration import group
 
@@ -125,3 +126,51 @@ def test_a_group_of_a_quarantined_worker_that_no_step_has_is_generated_again(for
     fresh = forked.generate("liar")
     forked.ledger.put_in_quarantine("liar", "it lied", 0.0)
     assert fresh.key in forked.ledger.pool and fresh.key.ordinal not in forked.ledger._stored
+
+
+# ---------------------------------------------------------------- groups that can't be read any more
+
+
+@pytest.fixture
+def torn():
+    """A run whose next batch is of a group that the disk has spoiled."""
+    run = Run()
+    run.generate("good")
+    (stored,) = run.ledger._buffer.values()
+    run.journal._bodies[stored.place.offset] = b"spoiled"
+    return run
+
+
+def test_a_group_that_can_not_be_read_is_counted_once_and_the_journal_says_so(torn):
+    formed = torn.train()
+    assert formed.groups == () and torn.ledger.dropped["damaged"] == 1
+    assert torn.ledger.formed(0).groups == () and torn.ledger.dropped["damaged"] == 1, "asked again"
+    restored = GroupLedger(CONFIG, torn.journal, itertools.count())
+    restored.restore(readable(torn.journal), 0.0)
+    assert restored.dropped == torn.ledger.dropped and restored.snapshot() == torn.ledger.snapshot()
+
+
+def test_a_repeat_leaves_out_what_was_left_out_before_though_the_disk_reads_again(torn):
+    body = torn.journal._bodies[:]
+    torn.train()
+    torn.journal._bodies[: len(body)] = [encode_record(each) for each in torn.journal.records[: len(body)]]
+    torn.attach(2, step=0, origin=-1, parent=0)
+    assert torn.train().groups == () and torn.ledger.dropped["damaged"] == 1
+
+
+def test_a_group_that_was_trained_and_then_spoiled_is_not_generated_again_after_a_restart():
+    run = Run()
+    trained = run.generate("good")
+    (stored,) = run.ledger._buffer.values()
+    assert run.train().groups == (trained,)
+    run.journal._bodies[stored.place.offset] = b"spoiled"
+    restored = GroupLedger(CONFIG, run.journal, itertools.count())
+    restored.restore(readable(run.journal), 0.0)
+    assert trained.key not in restored.pool and not list(restored.pool.held)
+
+
+def readable(journal):
+    """What a restart finds: the record of a spoiled group is passed over."""
+    for at, record in enumerate(journal.records):
+        if journal._bodies[at] != b"spoiled":
+            yield record, Place(0, at, len(journal._bodies[at]))

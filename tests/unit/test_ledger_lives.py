@@ -147,24 +147,54 @@ class Lives(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def the_trainer_is_killed_and_resumes(self, data):
-        incarnation = self.trainer.incarnation + 1
-        longest = list(self.trainer.history)
-        self.zombie, strange = self.trainer, False
         if self.checkpoints:
             # mostly the newest; sometimes an older one, which starts a branch
-            chosen = data.draw(st.sampled_from([self.checkpoints[-1], *self.checkpoints]))
-            took = Took(incarnation, chosen.step, chosen.incarnation, chosen.frontier, chosen.open, False)
-            trainer = Trainer(incarnation, list(chosen.history), chosen.frontier, chosen.open)
-            strange = chosen.zombies  # equal steps, but on another branch
-            self.attach(trainer, chosen.version, took)
-        else:
-            if self.ledger.resumable:
-                return
+            self.resume(data.draw(st.sampled_from([self.checkpoints[-1], *self.checkpoints])))
+        elif not self.ledger.resumable:
+            self.zombie, incarnation = self.trainer, self.trainer.incarnation + 1
             self.attach(Trainer(incarnation), 0, Took(incarnation, 0, -1, 0, (), False))
+
+    def resume(self, chosen):
+        incarnation = self.trainer.incarnation + 1
+        longest, self.zombie = list(self.trainer.history), self.trainer
+        took = Took(incarnation, chosen.step, chosen.incarnation, chosen.frontier, chosen.open, False)
+        trainer = Trainer(incarnation, list(chosen.history), chosen.frontier, chosen.open)
+        self.attach(trainer, chosen.version, took)
         mine = self.trainer.history
-        if longest[: len(mine)] == mine and not strange:  # the one before had the same past: its steps come again
+        # The one before had the same past: its steps come again. A zombie's steps are equal, but on another branch.
+        if longest[: len(mine)] == mine and not chosen.zombies:
             again = [self.ledger._replay[step].ordinals for step in range(len(mine), len(longest))]
             assert again == longest[len(mine) :]
+
+    @rule(steps=st.integers(1, 3), quarantined=st.booleans())
+    def a_branch_is_left_for_that_of_a_zombie_and_followed_again(self, steps, quarantined):
+        self.work()
+        self.the_trainer_writes_a_checkpoint()
+        if not self.checkpoints:
+            return
+        self.work()
+        self.resume(self.checkpoints[-1])
+        self.work()
+        self.the_trainer_writes_a_checkpoint()
+        ours = self.checkpoints[-1]
+        for _ in range(steps):
+            self.work()
+        self.the_trainer_before_was_not_dead_and_writes_one_too()
+        self.resume(self.checkpoints[-1])
+        if quarantined:
+            self.a_worker_is_quarantined_and_released(WORKERS[0])
+        self.the_trainer_trains_and_publishes()
+        self.resume(ours)
+        for _ in range(steps):
+            self.the_trainer_trains_and_publishes()
+
+    def work(self):
+        """All groups that may be asked for arrive, and the trainer goes on if it can."""
+        for worker in WORKERS:
+            self.a_worker_gets_leases(worker, self.config.batch_groups, True)
+        for held in list(self.ledger.pool.held):
+            self.arrive(held, True)
+        self.the_trainer_trains_and_publishes()
 
     # ---------------------------------------------------------------- the orchestrator
 
@@ -193,17 +223,18 @@ class Lives(RuleBasedStateMachine):
     def groups_arrive(self, data, most, signal):
         for _ in range(min(most, self.ledger.outstanding)):
             held = data.draw(st.sampled_from(sorted(self.ledger.pool.held, key=lambda held: held.lease)))
-            rewards = [0.0, 1.0] if signal else [1.0, 1.0]
-            served = (held.version, max(held.version, self.served[held.worker]))
-            made = group(held.key, rewards=rewards, generate_s=float(next(self.made)))
-            outcome = self.ledger.deliver(
-                held.lease, held.worker, made, (served, served), self.now
-            ).outcome
-            ordinal = held.key.ordinal
-            assert ordinal not in self.acknowledged
-            self.acknowledged.add(ordinal)
-            if outcome != "stored":
-                self.dropped[ordinal] = outcome
+            self.arrive(held, signal)
+
+    def arrive(self, held, signal):
+        rewards = [0.0, 1.0] if signal else [1.0, 1.0]
+        served = (held.version, max(held.version, self.served[held.worker]))
+        made = group(held.key, rewards=rewards, generate_s=float(next(self.made)))
+        outcome = self.ledger.deliver(held.lease, held.worker, made, (served, served), self.now).outcome
+        ordinal = held.key.ordinal
+        assert ordinal not in self.acknowledged
+        self.acknowledged.add(ordinal)
+        if outcome != "stored":
+            self.dropped[ordinal] = outcome
 
     @rule(worker=st.sampled_from(WORKERS))
     def a_worker_dies(self, worker):
