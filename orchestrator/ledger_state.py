@@ -139,7 +139,9 @@ class LedgerState:
 
     def history(self) -> dict[int, Assigned]:
         """What each step had, or will have, on the branch of the trainer that has the run."""
-        found = {each.step: self._branches.lookup(self.incarnation, each.step) for each in self._branches.all()}
+        found = {
+            each.step: self._branches.lookup(self.incarnation, each.step) for each in self._branches.all()
+        }
         return {step: assigned for step, assigned in found.items() if assigned is not None}
 
     def place_of(self, ordinal: int) -> Place | None:

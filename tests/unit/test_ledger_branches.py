@@ -1,6 +1,6 @@
 """A group that the steps of one branch have can be taken from another branch, and the first one still repeats its
-steps whole: the trainer that resumes there gets what its predecessor had, group by group. What can not be read any more
-is left out of a step in the same way each time."""
+steps whole: the trainer that resumes there gets what its predecessor had, group by group. What can not be read any
+more is left out of a step in the same way each time."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ class Run:
 @pytest.fixture
 def forked():
     """Two branches. Trainer 1 does step 0, writes a checkpoint, and gets the groups of step 1. Trainer 2 resumes
-    there, repeats step 1, does step 2 with a group of `liar` and step 3, with a checkpoint after step 1. Trainer 1 was
-    not dead, and wrote a later one; trainer 3 resumes from that, on a branch of its own."""
+    there, repeats step 1 and writes a checkpoint, does step 2 with a group of `liar`, and step 3. Trainer 1 was not
+    dead, and wrote a later one; trainer 3 resumes from that, on a branch of its own."""
     run = Run()
     run.generate("good")
     run.train()
@@ -110,7 +110,9 @@ def test_a_group_that_one_branch_gave_up_does_not_come_back_to_a_third(forked):
     forked.ledger.release("liar")
     forked.attach(4, step=2, origin=1, parent=1, frontier=2)
     assert forked.liars.key not in forked.ledger._buffer, "it would be dropped, and counted, once for each"
-    assert forked.liars.key not in forked.ledger.pool, "one prompt has one group, or steps could not be repeated"
+    assert forked.liars.key not in forked.ledger.pool, (
+        "one prompt has one group, or steps could not be repeated"
+    )
     assert forked.ledger.dropped["quarantined"] == 1
 
 
