@@ -45,10 +45,12 @@ class VerifyConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Share of the groups whose rewards are computed again, in a process beside the orchestrator. At 2 % a worker
     that makes up every reward is found after some 150 groups. 0: none, for rewards that are dear."""
     rescore_timeout_s: Positive = 60.0
-    """Limit for the rewards of one group; beyond it nothing is said about the group."""
+    """Limit for the rewards of one group, one after another. Longer than workers need for all of a group's; beyond
+    it the group is said to fail where its worker says that it took less than half as long."""
     rescore_wrong: Annotated[int, Meta(ge=1)] = 3
     """Groups with a wrong reward, of the last 64 that were looked at, that mean quarantine; one makes suspect. More
-    than one, because the environment may be of another release on one side for a moment."""
+    than one, because the environment may be of another release on one side for a moment. And the least number of
+    groups that can't be scored again, where others' can (orchestrator/unscored.py)."""
     max_faults: Annotated[int, Meta(ge=0)] = 5
     """Groups refused for what they say, of the last `fault_window`, that mean quarantine: an honest worker has none.
     0: never."""

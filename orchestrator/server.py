@@ -230,7 +230,7 @@ def _rescorer(judge: Judge | None, model: Path | None, config: OrchestratorConfi
     if judge is None or not judge.deterministic or not config.verify.rescore_share:
         return None
     fits = token_reader(model) if model is not None else None
-    return Rescorer(judge, timeout_s=config.verify.rescore_timeout_s, fits=fits)
+    return Rescorer(judge, timeout_s=config.verify.rescore_timeout_s, fits=fits, renew=judge.close)
 
 
 def _keyring(config: OrchestratorConfig, trainer_key: str) -> Keyring | None:
