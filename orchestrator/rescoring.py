@@ -108,8 +108,8 @@ class _Run(msgspec.Struct):
 
 
 class Rescorer:
-    """`environment`: used by this alone, in a thread. `fits`: see `difference`. `renew`: gives up the state that texts
-    may have spoiled; called in that thread. Not thread-safe: called by the orchestrator's loop."""
+    """`environment`: used by this alone, in a thread. `fits`: see `difference`. `renew`: gives up the state that
+    texts may have spoiled; called in that thread. Not thread-safe: called by the orchestrator's loop."""
 
     def __init__(
         self,

@@ -22,8 +22,8 @@ __all__ = ["Unscored", "tail"]
 
 WINDOW = 64
 GUILTY = 1e-6
-"""Of the chance. It is looked at once for each text scored again, one of fifty groups: over a million groups one false
-alarm in fifty runs, and then only where somebody has the other `least` failures, too."""
+"""Of the chance. It is looked at once for each text scored again, one of fifty groups: over a million groups one
+false alarm in fifty runs, and then only where somebody has the other `least` failures, too."""
 SUSPECT = 1e-3
 
 
