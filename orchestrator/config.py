@@ -7,9 +7,25 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from async_rl.errors import ConfigError
+from async_rl.log import get_logger
 from async_rl.transport.base import is_loopback
+from async_rl.wire import MAX_BATCH_BYTES, MAX_MESSAGE_BYTES
 
-__all__ = ["EvalConfig", "OrchestratorConfig", "SamplingConfig", "VerifyConfig", "check_bind"]
+__all__ = [
+    "EvalConfig",
+    "OrchestratorConfig",
+    "SamplingConfig",
+    "VerifyConfig",
+    "check_bind",
+    "check_sizes",
+]
+
+log = get_logger(__name__)
+
+MOST_BATCH_BYTES = MAX_BATCH_BYTES - (64 << 20)
+"""Of groups: the rest is for what a batch says besides; of every prompt that is open it names the number."""
+TOKEN_BYTES = 9
+"""On the wire: id, logprob and mask. The text comes on top, about as much again at most."""
 
 Positive = Annotated[float, Meta(gt=0)]
 NotNegative = Annotated[float, Meta(ge=0)]
@@ -90,9 +106,12 @@ class OrchestratorConfig(Struct, frozen=True, forbid_unknown_fields=True):
     fsync: bool = True
     """Acknowledge only what the disk has. Without it a group survives the end of the process,
     not that of the machine."""
+    batch_bytes: Annotated[int, Meta(ge=2 * MAX_MESSAGE_BYTES, le=MOST_BATCH_BYTES)] = MOST_BATCH_BYTES
+    """Of the groups of one step: they leave in one message, and every rank holds them in memory. A step whose groups
+    are larger gets those that fit, the oldest first, and the log says so; the others are next."""
     buffer_bytes: Annotated[int, Meta(ge=1)] = 4 << 30
     """Of groups that wait to be trained. They lie in the spool, not in memory; while there are more, nothing is
-    leased."""
+    leased. When it is full, a batch leaves with what is there."""
     spool_full_wait_s: Positive = 600.0
     """Limit on the wait for room on a full disk. Until then nothing is acknowledged and nothing lost."""
     straggler_hold_s: NotNegative = 5.0
@@ -115,6 +134,27 @@ class EvalConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Versions between two evaluations; version 0 and the final one are always measured. 0: no
     evaluation."""
     prompts: Annotated[int, Meta(ge=1)] = 64
+
+
+def check_sizes(sampling: SamplingConfig, config: OrchestratorConfig) -> None:
+    """Raises ConfigError where a group of which every sample has its full length can't be sent: only the shorter ones
+    would be trained. Says in the log where a batch of such groups would be cut short."""
+    group = sampling.group_size * sampling.max_tokens * TOKEN_BYTES
+    if group > MAX_MESSAGE_BYTES:
+        raise ConfigError(
+            f"sampling.group_size = {sampling.group_size} samples of up to sampling.max_tokens = "
+            f"{sampling.max_tokens} tokens are {group} bytes, and a message holds {MAX_MESSAGE_BYTES}: groups of "
+            "long samples would be lost",
+            hint="use fewer or shorter samples per group; groups of one prompt can be more than one "
+            "where the environment gives it more than once",
+        )
+    if config.batch_groups * group > config.batch_bytes:
+        log.warning(
+            "where samples are long, a step is trained with fewer groups",
+            batch_groups=config.batch_groups,
+            fit=config.batch_bytes // group,
+            hint="lower orchestrator.batch_groups, or sampling.group_size or max_tokens",
+        )
 
 
 def check_bind(config: OrchestratorConfig) -> None:

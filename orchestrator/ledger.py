@@ -32,6 +32,7 @@ swept whenever the step moves.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterator
 
 import msgspec
@@ -41,7 +42,7 @@ from async_rl.algo.staleness import Node
 from async_rl.errors import Corrupt, Malformed
 from async_rl.log import get_logger
 from async_rl.wire import Group, Key, LeaseProgress
-from orchestrator.config import OrchestratorConfig
+from orchestrator.config import MOST_BATCH_BYTES, OrchestratorConfig
 from orchestrator.leases import Held
 from orchestrator.ledger_state import NEVER, LedgerState, Stored
 from orchestrator.pool import Failure
@@ -187,7 +188,9 @@ class GroupLedger(LedgerState):
             return f"{self._failures_in_a_row} failures in a row: leasing is slowed down"
         if self.slots_in_use >= limit:
             return f"the trainer: {self.slots_in_use} of {limit} groups are admitted"
-        if self.buffered_bytes >= self._config.buffer_bytes:
+        # What steps within the lag can't train for its size would only be dropped.
+        room = min(self._config.buffer_bytes, (self._config.max_lag + 1) * self._config.batch_bytes)
+        if self.buffered_bytes >= room:
             return f"room in the buffer: it holds {self.buffered_bytes} bytes"
         return ""
 
@@ -297,10 +300,12 @@ class GroupLedger(LedgerState):
                 self.incarnation, step, again.ordinals, again.frontier, again.open, replayed=True
             )
         else:
-            batch = sorted(self._buffer.values(), key=lambda each: (min(self._steps(each)), each.key))
-            if len(batch) < self._config.batch_groups:
-                raise ValueError(f"{len(batch)} groups are no batch of {self._config.batch_groups}")
-            ordinals = tuple(stored.key.ordinal for stored in batch[: self._config.batch_groups])
+            if not self.full:
+                raise ValueError(f"{self.buffered} groups are no batch of {self._config.batch_groups}")
+            oldest_first = sorted(
+                self._buffer.values(), key=lambda each: (min(self._steps(each)), each.key)
+            )
+            ordinals = self._fitting(step, oldest_first)
             left = {key.ordinal for key in self._buffer} | {key.ordinal for key in self._pool}
             assigned = Assigned(
                 self.incarnation, step, ordinals, self.frontier, tuple(sorted(left - set(ordinals)))
@@ -326,13 +331,37 @@ class GroupLedger(LedgerState):
             and now < self._level_by
         )
 
+    def _fitting(self, step: int, oldest_first: list[Stored]) -> tuple[int, ...]:
+        """Of these, the ordinals of those that a batch has room for; more than one in any case."""
+        batch = oldest_first[: self._config.batch_groups]
+        sizes = itertools.accumulate(stored.place.size for stored in batch)
+        fit = sum(size <= self._config.batch_bytes for size in sizes)
+        if fit < min(len(batch), self._config.batch_groups) or len(batch) < self._config.batch_groups:
+            log.warning(
+                "a step gets fewer groups: they are too large for one batch, or for the buffer",
+                step=step,
+                groups=fit,
+                of=self._config.batch_groups,
+                bytes=sum(stored.place.size for stored in batch[:fit]),
+                hint="raise orchestrator.batch_bytes or buffer_bytes, or lower batch_groups",
+            )
+        return tuple(stored.key.ordinal for stored in batch[:fit])
+
     def _formed(self, assigned: Assigned) -> Formed:
         bodies, lags = [], []
         rewards: list[float] = []
+        room = MOST_BATCH_BYTES  # not the config's: what a step had, it has again
         for ordinal in assigned.ordinals:
-            if ordinal in self._damaged:
+            if ordinal in self._left_out:
                 continue  # as when this step was first without it
             stored = self._stored.get(ordinal)
+            size = stored.place.size if stored is not None else 0
+            room -= size
+            if stored is not None and room < 0:  # formed by a release without a limit
+                room += size
+                log.error("a group of a batch has no room in it", step=assigned.step, ordinal=ordinal)
+                self._write(Settled(ordinal, "too_large", "no room in its batch", stored.hash))
+                continue
             try:
                 if stored is None:
                     raise Corrupt(f"the group of train/{ordinal} is not in the spool")

@@ -49,6 +49,8 @@ HASHES_KEPT = 10_000
 """Of groups that are not in the spool any more: a late duplicate of one is told from other bytes."""
 GIVEN_UP_KEPT = 1000
 """Prompts whose late results are refused with the reason."""
+LEFT_OUT = ("damaged", "too_large")
+"""Why a group is left out of a step that has it, then and whenever the step is repeated."""
 NEVER = 1 << 60
 """The ledger itself gives prompts up, and writes it down; its pool does not."""
 
@@ -87,7 +89,7 @@ class LedgerState:
         self._buffer: dict[Key, Stored] = {}  # those of them that no step of this branch has
         self._buffered_bytes = 0
         self._retired: set[int] = set()  # stored for the steps that have them, and for no other
-        self._damaged: set[int] = set()  # groups that steps had, and that can't be read any more
+        self._left_out: set[int] = set()  # groups that steps had, and that can't be sent any more
         self._hashes: dict[int, bytes] = {}  # of settled groups
         self._given_up: deque[int] = deque(maxlen=GIVEN_UP_KEPT)
         self._full_since: float | None = None  # since when a whole batch is buffered
@@ -111,6 +113,13 @@ class LedgerState:
     def buffered_bytes(self) -> int:
         """On the disk."""
         return self._buffered_bytes
+
+    @property
+    def full(self) -> bool:
+        """Whether a batch can be made of what is buffered: its groups, or as many bytes as one may have."""
+        config = self._config
+        room = min(config.batch_bytes, config.buffer_bytes)
+        return self.buffered >= config.batch_groups or self._buffered_bytes >= room
 
     @property
     def outstanding(self) -> int:
@@ -204,7 +213,7 @@ class LedgerState:
             given_up=tuple(self._given_up),
             dead_letters=tuple(self.dead_letters),
             quarantine=self.quarantine.kept(),
-            damaged=tuple(sorted(self._damaged)),
+            left_out=tuple(sorted(self._left_out)),
         )
 
     def _write(self, record: Record, now: float = 0.0) -> None:
@@ -274,7 +283,7 @@ class LedgerState:
             self._stored.clear()
             self._buffer.clear()
             self._retired.clear()
-            self._damaged.clear()
+            self._left_out.clear()
             self._hashes.clear()
             self._given_up.clear()
             self.frontier = self.resumable = 0
@@ -309,10 +318,10 @@ class LedgerState:
         key = Key("train", settled.ordinal)
         self._pool.discard(key)
         self._take_out(key)
-        if settled.reason == "damaged":  # there is nothing to keep for anybody
+        if settled.reason in LEFT_OUT:  # there is nothing to keep for anybody
             self._stored.pop(settled.ordinal, None)
             self._retired.discard(settled.ordinal)
-            self._damaged.add(settled.ordinal)
+            self._left_out.add(settled.ordinal)
         self._note_full(now)
         self.dropped[settled.reason] += 1
         if settled.hash:
@@ -334,7 +343,7 @@ class LedgerState:
         self.dropped.update(snapshot.dropped)
         self.dead_letters.extend(snapshot.dead_letters)
         self._given_up.extend(snapshot.given_up)
-        self._damaged.update(snapshot.damaged)
+        self._left_out.update(snapshot.left_out)
         self.quarantine.restore(snapshot.quarantine, now)
         for prompt in snapshot.prompts:
             self._pool.restore(Key("train", prompt.ordinal), prompt, now)
@@ -358,7 +367,7 @@ class LedgerState:
         return retired
 
     def _note_full(self, now: float) -> None:
-        if self.buffered < self._config.batch_groups:
+        if not self.full:
             self._full_since = None
         elif self._full_since is None:
             self._full_since = now
@@ -372,7 +381,7 @@ class LedgerState:
                 del self._stored[ordinal]
                 self._retired.discard(ordinal)
                 self._remember(ordinal, stored.hash)
-        self._damaged &= needed
+        self._left_out &= needed
 
     def _remember(self, ordinal: int, digest: bytes) -> None:
         self._hashes[ordinal] = digest

@@ -17,13 +17,14 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from async_rl.envs.base import Environment, EnvironmentConfig
-from async_rl.errors import StoreUnavailable
+from async_rl.errors import Malformed, StoreUnavailable
 from async_rl.exporter import Exporter
 from async_rl.log import get_logger
 from async_rl.transport.allowed import Allowed, Keyring
-from async_rl.transport.base import Listener, Received, from_here
+from async_rl.transport.base import Listener, Received, from_here, printable
 from async_rl.transport.zmq import ZmqListener
-from orchestrator.config import EvalConfig, OrchestratorConfig, SamplingConfig, check_bind
+from async_rl.wire import AnyMessage
+from orchestrator.config import EvalConfig, OrchestratorConfig, SamplingConfig, check_bind, check_sizes
 from orchestrator.control import Control, Outgoing
 from orchestrator.exported import ExportedStatus
 from orchestrator.hours import Hours
@@ -88,11 +89,19 @@ async def serve(
             if now >= rotate_after:
                 rotate_after = now + (0.0 if _rotate(control) else ROTATE_PAUSE_S)
             for peer, answer in outgoing:
-                await listener.send(peer, answer)
+                await _send(listener, peer, answer)
     finally:
         for task in (receiving, stopping):
             task.cancel()
         await asyncio.gather(receiving, stopping, return_exceptions=True)
+
+
+async def _send(listener: Listener, peer: bytes, answer: AnyMessage) -> None:
+    """One answer that can't be sent must not end the run, or again after each restart."""
+    try:
+        await listener.send(peer, answer)
+    except Malformed as error:
+        log.error("an answer was not sent", peer=printable(peer), reason=error.message, hint=error.hint)
 
 
 def _with_more(first: tuple[bytes, Received], listener: Listener) -> Iterator[tuple[bytes, Received]]:
@@ -169,6 +178,7 @@ def run_orchestrator(
     EnvironmentFailed where the environment has no prompt.
     """
     check_bind(config)
+    check_sizes(sampling, config)
     keyring = _keyring(config, trainer_key)
     check_prompts(environment, evaluation)
 

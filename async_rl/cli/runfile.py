@@ -19,7 +19,7 @@ from async_rl.errors import ConfigError
 from async_rl.exporter import MetricsConfig, address_of
 from async_rl.store.base import StoreConfig
 from async_rl.weights.config import WeightsConfig
-from orchestrator.config import EvalConfig, OrchestratorConfig, SamplingConfig, check_bind
+from orchestrator.config import EvalConfig, OrchestratorConfig, SamplingConfig, check_bind, check_sizes
 from workers.rollout_settings import RolloutConfig
 from workers.settings import ModelConfig, TrainerConfig
 
@@ -108,6 +108,7 @@ def _check(r: RunFile, where: str) -> None:
             hint="a Hugging Face folder; `async-rl model tiny --out DIR` makes one",
         )
     check_bind(r.orchestrator)
+    check_sizes(r.sampling, r.orchestrator)
     _check_metrics(r, where)
     if r.trainer.finish_wait_s <= r.orchestrator.final_eval_s:
         raise ConfigError(

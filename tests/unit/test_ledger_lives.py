@@ -143,7 +143,7 @@ class Lives(RuleBasedStateMachine):
         self.zombie = None
 
     def write_checkpoint(self, t):
-        if t.history:
+        if t.history and t.history[-1].incarnation == t.incarnation:  # nothing new is not written again
             made = Checkpoint(
                 t.incarnation, len(t.history), t.frontier, t.open, tuple(t.history), t.version
             )
