@@ -11,6 +11,7 @@ whose numbers do not fit is in judging.py.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
 from async_rl.envs.base import Environment, EnvironmentConfig
@@ -46,6 +47,7 @@ from async_rl.wire import (
 from orchestrator.acceptance import Fault, Requirements, examine
 from orchestrator.config import EvalConfig, OrchestratorConfig, SamplingConfig
 from orchestrator.early import end_early
+from orchestrator.fair import Emptiest
 from orchestrator.handshake import UNKNOWN_WORKER, Refusal, refuse_hello
 from orchestrator.judging import Judging
 from orchestrator.leases import Held, name_of
@@ -55,7 +57,7 @@ from orchestrator.pool import log_failures
 from orchestrator.prompts import prompt_of
 from orchestrator.records import Record, encode_group
 from orchestrator.rescoring import Outcome, Rescoring
-from orchestrator.roster import Emptiest, Roster, Worker
+from orchestrator.roster import Roster, Worker
 from orchestrator.seeds import seeds_of
 from orchestrator.session import Session
 from orchestrator.spool import Journal, Place
@@ -189,10 +191,12 @@ class Control:
             log.warning("worker gone", worker=worker.name, silent_s=now - worker.last_seen)
             self._release(worker, "its worker went silent", counted=True)
         self._judging.end_quarantines(now)
+        for worker in self._roster.rested(now):
+            self._emptiest.touch(worker)
         if self._session is not None:
             ended = [*self._ledger.expire(now), *self._session.evals.expire(now)]
             log_failures(ended)
-            self._emptiest.touch_all({failure.worker for failure in ended})
+            self._came_to_nothing((failure.worker for failure in ended), now)
         self._advance(now)
         return self._outbox.take()
 
@@ -286,6 +290,7 @@ class Control:
             self._outbox.send(worker.peer, Cancel(useless, "not needed any more"))
         ended, stale = end_early(session, worker.name, beat, now, self._config.heartbeat_s)
         log_failures(ended)
+        self._came_to_nothing((failure.worker for failure in ended), now)
         self._outbox.cancel(stale, "its group would be too old to be trained")
 
     def _on_group(self, session: Session, worker: Worker, lease: int, group: Group, now: float) -> None:
@@ -320,7 +325,7 @@ class Control:
             delivery = session.ledger.deliver(lease, worker.name, group, result, now)
             obsolete = delivery.obsolete
             log.debug("group taken", key=name_of(key), worker=worker.name, outcome=delivery.outcome)
-        worker.groups_done += 1
+        worker.finished(session.leases(worker.name) + 1)
         self._outbox.send(worker.peer, Ack(lease, key))
         self._judging.accepted(worker, group)
         if obsolete is not None:
@@ -345,10 +350,20 @@ class Control:
     ) -> None:
         """A lease ends without a group."""
         reason = f"{worker.name}: {reason[:REASON_CHARS]}"
+        if counted:
+            worker.failed(now)
         if key.split == "eval":
             log_failures(session.evals.fail(lease, worker.name, reason, counted=counted))
         else:
             log_failures(session.ledger.fail(lease, worker.name, reason, now, counted=counted))
+
+    def _came_to_nothing(self, workers: Iterable[str], now: float) -> None:
+        """Leases of these ended without a group, and it was theirs to bring one."""
+        for name, times in Counter(workers).items():
+            worker = self._roster.get(name)
+            if worker is not None:
+                worker.failed(now, times)
+                self._emptiest.touch(worker)
 
     def _release(self, worker: Worker, reason: str, *, counted: bool) -> None:
         """A worker is not here any more: its leases go back."""
@@ -374,6 +389,7 @@ class Control:
             training = session.finish_by is None and session.ledger.may_lease(version, now)
             return training or session.evals.may_lease(version, session.versions)
 
+        self._emptiest.turn(session.most_leases)
         while (worker := self._emptiest.pop(wanted)) is not None:
             held = session.evals.lease(worker.name, worker.version, session.versions, now)
             if held is None:

@@ -83,6 +83,12 @@ class Session:
     def leases(self, worker: str) -> int:
         return self.ledger.pool.count(worker) + self.evals.pool.count(worker)
 
+    def most_leases(self) -> int:
+        """That may run at once now, those that do included."""
+        ledger = self.ledger
+        free = ledger.admitted_limit(self.versions.newest) - ledger.slots_in_use
+        return max(0, free) + ledger.outstanding + len(self.evals.pool)
+
     def wants(self, lease: int, worker: str) -> bool:
         return self.ledger.pool.wants(lease, worker) or self.evals.pool.wants(lease, worker)
 
