@@ -350,15 +350,13 @@ class Control:
     ) -> None:
         """A lease ends without a group."""
         reason = f"{worker.name}: {reason[:REASON_CHARS]}"
-        if counted:
-            worker.failed(now)
         if key.split == "eval":
             log_failures(session.evals.fail(lease, worker.name, reason, counted=counted))
         else:
             log_failures(session.ledger.fail(lease, worker.name, reason, now, counted=counted))
 
     def _came_to_nothing(self, workers: Iterable[str], now: float) -> None:
-        """Leases of these ended without a group, and it was theirs to bring one."""
+        """Leases of these were held, and ended without a group. One that fails at once keeps nobody waiting."""
         for name, times in Counter(workers).items():
             worker = self._roster.get(name)
             if worker is not None:
@@ -390,6 +388,7 @@ class Control:
             return training or session.evals.may_lease(version, session.versions)
 
         self._emptiest.turn(session.most_leases)
+        oldest = session.versions.oldest_at(session.ledger.next_step - self._config.max_lag)
         while (worker := self._emptiest.pop(wanted)) is not None:
             held = session.evals.lease(worker.name, worker.version, session.versions, now)
             if held is None:
@@ -397,16 +396,12 @@ class Control:
             assert held is not None, "it was wanted"
             self._roster.granted(worker)
             self._emptiest.touch(worker)
-            self._outbox.send(worker.peer, self._lease(session, held))
+            self._outbox.send(worker.peer, self._lease(held, oldest))
 
-    def _lease(self, session: Session, held: Held) -> Lease:
+    def _lease(self, held: Held, oldest: int) -> Lease:
+        """`oldest`: version that is not too old for the next step."""
         key = held.key
         evaluation = key.split == "eval"
-        oldest = (
-            key.group
-            if evaluation
-            else session.versions.oldest_at(session.ledger.next_step - self._config.max_lag)
-        )
         return Lease(
             lease=held.lease,
             key=key,
@@ -414,7 +409,7 @@ class Control:
             seeds=seeds_of(self._seed, key, 1 if evaluation else self._settings.group_size),
             sampling=self._sampling,
             deadline_s=self._config.lease_s,
-            oldest_version=oldest,
+            oldest_version=key.group if evaluation else oldest,
         )
 
     # ---------------------------------------------------------------- out

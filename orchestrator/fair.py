@@ -2,7 +2,8 @@
 
 A worker says how many leases it can hold. That is its word: one that says a million, and finishes none, must not keep
 the others waiting. So it is good for as many as it has shown to finish: a few at first, one more with each group that
-was accepted (up to twice what it then held), half as many with each lease that came to nothing.
+was accepted (up to twice what it then held), one less with each lease that it held until it expired, was too old, or
+was lost.
 
     1  the relatively emptiest of those that hold less than they are good for; among equals, who waited longest
     2  where none of these can take a lease: likewise one that holds as many, but is good for what a newcomer is; up

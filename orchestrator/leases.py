@@ -47,7 +47,8 @@ class LeaseTable:
         return iter(self._held.values())
 
     def count(self, worker: str) -> int:
-        return len(self._of_worker.get(worker, ()))
+        held = self._of_worker.get(worker)
+        return 0 if held is None else len(held)
 
     def next_id(self) -> int:
         return next(self._ids)

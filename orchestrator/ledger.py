@@ -106,6 +106,8 @@ class GroupLedger(LedgerState):
     def __init__(self, config: OrchestratorConfig, journal: Journal, ids: Iterator[int]) -> None:
         super().__init__(config, journal, ids)
         self.versions: Versions | None = None
+        # What steps within the lag can't train for its size would only be dropped.
+        self._room = min(config.buffer_bytes, (config.max_lag + 1) * config.batch_bytes)
         self._swept = -1  # the step for which the buffer was looked through
         self._failures_in_a_row = 0
         self._slow_until = float("-inf")
@@ -115,7 +117,7 @@ class GroupLedger(LedgerState):
     @property
     def slots_in_use(self) -> int:
         handed_out = self.next_step + len(self._replay)  # what is repeated follows without a gap
-        return handed_out * self._config.batch_groups + self.buffered + self.outstanding
+        return handed_out * self._config.batch_groups + len(self._buffer) + self._pool.outstanding
 
     def admitted_limit(self, version: int) -> int:
         """Slots that may be in use before a worker serving `version` gets no more leases; 0 if it is
@@ -178,8 +180,13 @@ class GroupLedger(LedgerState):
         return self._pool.get(lease, worker)
 
     def may_lease(self, version: int, now: float) -> bool:
-        """Whether a worker that serves `version` would get a lease now."""
-        return not self.leasing_waits_for(version, now)
+        """Whether a worker that serves `version` would get a lease now. Asked for every lease, so without the words
+        of `leasing_waits_for`."""
+        return (
+            now >= self._slow_until
+            and self.slots_in_use < self.admitted_limit(version)
+            and self._buffered_bytes < self._room
+        )
 
     def leasing_waits_for(self, version: int, now: float) -> str:
         """Why `may_lease` says no; empty where it says yes."""
@@ -188,9 +195,7 @@ class GroupLedger(LedgerState):
             return f"{self._failures_in_a_row} failures in a row: leasing is slowed down"
         if self.slots_in_use >= limit:
             return f"the trainer: {self.slots_in_use} of {limit} groups are admitted"
-        # What steps within the lag can't train for its size would only be dropped.
-        room = min(self._config.buffer_bytes, (self._config.max_lag + 1) * self._config.batch_bytes)
-        if self.buffered_bytes >= room:
+        if self.buffered_bytes >= self._room:
             return f"room in the buffer: it holds {self.buffered_bytes} bytes"
         return ""
 

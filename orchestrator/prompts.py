@@ -45,5 +45,9 @@ def prompt_of(environment: Environment, split: Split, ordinal: int) -> Prompt:
 
 
 def _chars(prompt: Prompt) -> int:
-    texts = (prompt.text, prompt.answer, *(each.content for each in prompt.messages))
-    return sum(map(len, texts)) + sum(len(key) + len(value) for key, value in prompt.info.items())
+    chars = len(prompt.text) + len(prompt.answer)
+    if prompt.messages:
+        chars += sum(len(each.content) for each in prompt.messages)
+    if prompt.info:
+        chars += sum(len(key) + len(value) for key, value in prompt.info.items())
+    return chars

@@ -66,9 +66,9 @@ class Worker(msgspec.Struct):
         self.rests = 0
 
     def failed(self, now: float, times: int = 1) -> None:
-        """Leases of its came to nothing: half as many for each. Where nothing is left it rests."""
+        """Leases that it held came to nothing: one less for each. Where nothing is left it rests."""
         if self.shown:
-            self.shown >>= min(times, 32)
+            self.shown = max(0, self.shown - times)
             if not self.shown:
                 self.rest_until = now + min(LONGEST_REST_S, FIRST_REST_S * 2.0 ** min(self.rests, 32))
                 self.rests += 1

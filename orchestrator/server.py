@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import itertools
 import secrets
 import signal
@@ -44,6 +45,9 @@ FULL_PAUSE_S = 1.0
 """Between two attempts to write what was received to a full disk: nobody is answered meanwhile."""
 ROTATE_PAUSE_S = 10.0
 """Between two attempts to begin a new spool file there: nobody waits for it."""
+GC_THRESHOLDS = (20_000, 10, 20)
+"""A turn of many groups makes thousands of objects that are gone after it. With Python's own 700 the collector looks
+for cycles among them, of which there are none, in a tenth of the time."""
 TICK_S = 0.1
 """How late an expiry, a silent worker or the end of a hold may be noticed; far below the limits
 themselves."""
@@ -183,6 +187,8 @@ def run_orchestrator(
     check_prompts(environment, evaluation)
 
     rescorer = _rescorer(judge, model, config)
+
+    gc.set_threshold(*GC_THRESHOLDS)
 
     async def main() -> None:
         async with AsyncExitStack() as stack:

@@ -26,7 +26,7 @@ class Figures(Struct, frozen=True, kw_only=True):
     fetched_fraction: float
     tokens_per_s: float
     leases: int
-    capacity: int
+    capacity: int | None  # leases that it can hold; None: not known yet
     running: int
     queued: int
     sync_bytes: int

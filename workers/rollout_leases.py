@@ -184,9 +184,9 @@ class Leases:
             else:
                 failure = Failed(lease.lease, lease.key, str(error)[:REASON_CHARS])
         except AsyncRLError as error:
-            reason = str(error)[:REASON_CHARS]
-            log.warning("lease failed", key=lease.key, error=reason)
-            failure = Failed(lease.lease, lease.key, reason)
+            why = str(error)[:REASON_CHARS]
+            log.warning("lease failed", key=lease.key, error=why)
+            failure = Failed(lease.lease, lease.key, why)
         finally:
             self._work.pop(lease.lease, None)
         if failure is not None:

@@ -191,7 +191,19 @@ def test_what_a_worker_has_shown_ends_with_what_it_holds_and_is_soon_lost():
     for _ in range(10_000):
         worker.finished(held=12)
     assert worker.good_for == 24
-    worker.failed(0.0)
-    assert worker.good_for == 12
+    worker.failed(0.0, times=20)
+    assert worker.good_for == 4
     worker.failed(0.0, times=1000)
     assert worker.good_for == 0
+
+
+def test_leases_that_fail_at_once_do_not_make_a_worker_smaller():
+    play = playing(max_attempts=99)
+    first, second = play.join("first", capacity=10), play.join("second", capacity=10)
+    for lease in play.leases(first)[:9]:
+        play.mail.setdefault(first, []).extend(
+            play.say(first, wire.Failed(lease.lease, lease.key, "it raised"))
+        )
+    play.wait(5.0)
+    play.beat(second, progress=[wire.LeaseProgress(each.lease, 1) for each in play.leases(second)])
+    assert held(play) == {"first": 10, "second": 10}
