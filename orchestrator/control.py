@@ -105,9 +105,7 @@ class Control:
             heartbeat_s=config.heartbeat_s,
         )
         self._roster = Roster(config.heartbeat_s)
-        self._emptiest = Emptiest(
-            self._roster, lambda name: self._session.leases(name) if self._session else 0
-        )
+        self._emptiest = Emptiest(self._roster, self._leases_of)
         self._tally = Tally()
         self._outbox = Outbox(self._roster, self._tally)
         self._turned_away = turned_away if turned_away is not None else {}
@@ -354,6 +352,10 @@ class Control:
             log_failures(session.evals.fail(lease, worker.name, reason, counted=counted))
         else:
             log_failures(session.ledger.fail(lease, worker.name, reason, now, counted=counted))
+
+    def _leases_of(self, worker: str) -> int:
+        session = self._trainer.session
+        return 0 if session is None else session.leases(worker)
 
     def _came_to_nothing(self, workers: Iterable[str], now: float) -> None:
         """Leases of these were held, and ended without a group. One that fails at once keeps nobody waiting."""

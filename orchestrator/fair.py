@@ -129,12 +129,12 @@ class Emptiest:
         return None
 
     def _entry(self, worker: Worker) -> _Entry | None:
-        leases = self._leases(worker.name)
-        if not worker.takes_leases or leases >= worker.capacity:
+        capacity = worker.capacity
+        if not capacity or not worker.takes_leases or (leases := self._leases(worker.name)) >= capacity:
             return None
         good_for = worker.good_for
         beyond = leases >= good_for
-        load = leases / (worker.capacity if beyond else good_for)
+        load = leases / (capacity if beyond else good_for)
         return _Entry(beyond, load, worker.served, worker.name, worker.version)
 
 

@@ -123,7 +123,7 @@ class GroupLedger(LedgerState):
         """Slots that may be in use before a worker serving `version` gets no more leases; 0 if it is
         unknown."""
         step = self._step_of(version)
-        return 0 if step is None else max(0, (step + self._config.max_lag + 1) * self._config.batch_groups)
+        return 0 if step is None else self._admitted(step)
 
     def readiness(self, now: float) -> Readiness:
         """Whether the next batch may leave, and what it waits for if not."""
@@ -182,11 +182,10 @@ class GroupLedger(LedgerState):
     def may_lease(self, version: int, now: float) -> bool:
         """Whether a worker that serves `version` would get a lease now. Asked for every lease, so without the words
         of `leasing_waits_for`."""
-        return (
-            now >= self._slow_until
-            and self.slots_in_use < self.admitted_limit(version)
-            and self._buffered_bytes < self._room
-        )
+        if now < self._slow_until or self._buffered_bytes >= self._room or self.versions is None:
+            return False
+        step = self.versions.step_of(version)
+        return step is not None and self.slots_in_use < self._admitted(step)
 
     def leasing_waits_for(self, version: int, now: float) -> str:
         """Why `may_lease` says no; empty where it says yes."""
@@ -326,6 +325,9 @@ class GroupLedger(LedgerState):
         return None if assigned is None else self._formed(assigned)
 
     # ---------------------------------------------------------------- inside
+
+    def _admitted(self, step: int) -> int:
+        return max(0, (step + self._config.max_lag + 1) * self._config.batch_groups)
 
     def _catching_up(self, now: float) -> bool:
         """Groups in the buffer may be of policies that the repeated steps have made again, but that are not published

@@ -56,8 +56,8 @@ class _Open(msgspec.Struct):
 class PromptPool:
     def __init__(self, leases: LeaseTable, max_attempts: int) -> None:
         self._leases = leases
-        self.count = leases.count
-        """Leases that a worker holds. Asked some times for each group."""
+        self.by_worker = leases.by_worker
+        """The leases that each worker holds."""
         self._max_attempts = max_attempts
         self._open: dict[Key, _Open] = {}
         self._waiting: dict[Key, None] = {}  # an ordered set
@@ -85,6 +85,10 @@ class PromptPool:
     @property
     def outstanding(self) -> int:
         return len(self._leases)
+
+    def count(self, worker: str) -> int:
+        """Leases that this worker holds."""
+        return self._leases.count(worker)
 
     def get(self, lease: int, worker: str) -> Held | None:
         """The lease, if it runs and is this worker's."""

@@ -12,9 +12,9 @@ __all__ = ["seeds_of"]
 def seeds_of(run_seed: int, key: Key, samples: int) -> tuple[int, ...]:
     """One per sample, 31 bits (engines take a signed 32-bit seed)."""
     group = blake2b(f"{run_seed}/{key.split}/{key.ordinal}/{key.group}/".encode(), digest_size=4)
-    return tuple(_seed(group.copy(), sample) for sample in range(samples))
-
-
-def _seed(group: blake2b, sample: int) -> int:
-    group.update(b"%d" % sample)
-    return int.from_bytes(group.digest(), "little") & 0x7FFFFFFF
+    seeds = []
+    for sample in range(samples):
+        one = group.copy()
+        one.update(b"%d" % sample)
+        seeds.append(int.from_bytes(one.digest(), "little") & 0x7FFFFFFF)
+    return tuple(seeds)
