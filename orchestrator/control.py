@@ -34,7 +34,6 @@ from async_rl.wire import (
     Heartbeat,
     Hello,
     Key,
-    Lease,
     Nack,
     NextBatch,
     Published,
@@ -48,17 +47,16 @@ from orchestrator.acceptance import Fault, Requirements, examine
 from orchestrator.config import EvalConfig, OrchestratorConfig, SamplingConfig
 from orchestrator.early import end_early
 from orchestrator.fair import Emptiest
+from orchestrator.granting import Granting
 from orchestrator.handshake import UNKNOWN_WORKER, Refusal, refuse_hello
 from orchestrator.judging import Judging
-from orchestrator.leases import Held, name_of
+from orchestrator.leases import name_of
 from orchestrator.ledger import GroupLedger, hash_of
 from orchestrator.outbox import Outbox, Outgoing
 from orchestrator.pool import log_failures
-from orchestrator.prompts import prompt_of
 from orchestrator.records import Record, encode_group
 from orchestrator.rescoring import Outcome, Rescoring
 from orchestrator.roster import Roster, Worker
-from orchestrator.seeds import seeds_of
 from orchestrator.session import Session
 from orchestrator.spool import Journal, Place
 from orchestrator.status import status_of
@@ -93,7 +91,6 @@ class Control:
         connections that the listener's door refuses, by reason; counted there, shown in Status."""
         self._environment = environment
         self._config = config
-        self._seed = seed
         self._started = now
         self._sampling = Sampling(sampling.temperature, sampling.max_tokens)
         self._settings = RunSettings(
@@ -109,6 +106,9 @@ class Control:
         self._tally = Tally()
         self._outbox = Outbox(self._roster, self._tally)
         self._turned_away = turned_away if turned_away is not None else {}
+        self._granting = Granting(
+            config, environment, self._settings, seed, self._roster, self._emptiest, self._outbox
+        )
         self._ledger = GroupLedger(config, journal, lease_ids)
         self._judging = Judging(
             config.verify,
@@ -378,41 +378,8 @@ class Control:
         session = self._session
         if session is not None and session.finished is None:
             self._trainer.answer(session, now)
-            self._grant(session, now)
+            self._granting.grant(session, now)
             self._trainer.finish(session, now)
-
-    def _grant(self, session: Session, now: float) -> None:
-        """Leases, one at a time to the emptiest worker: evaluation first, then training as admission
-        allows."""
-
-        def wanted(version: int) -> bool:
-            training = session.finish_by is None and session.ledger.may_lease(version, now)
-            return training or session.evals.may_lease(version, session.versions)
-
-        self._emptiest.turn(session.most_leases)
-        oldest = session.versions.oldest_at(session.ledger.next_step - self._config.max_lag)
-        while (worker := self._emptiest.pop(wanted)) is not None:
-            held = session.evals.lease(worker.name, worker.version, session.versions, now)
-            if held is None:
-                held = session.ledger.lease(worker.name, worker.version, now)
-            assert held is not None, "it was wanted"
-            self._roster.granted(worker)
-            self._emptiest.touch(worker)
-            self._outbox.send(worker.peer, self._lease(held, oldest))
-
-    def _lease(self, held: Held, oldest: int) -> Lease:
-        """`oldest`: version that is not too old for the next step."""
-        key = held.key
-        evaluation = key.split == "eval"
-        return Lease(
-            lease=held.lease,
-            key=key,
-            prompt=prompt_of(self._environment, key.split, key.ordinal),
-            seeds=seeds_of(self._seed, key, 1 if evaluation else self._settings.group_size),
-            sampling=self._sampling,
-            deadline_s=self._config.lease_s,
-            oldest_version=key.group if evaluation else oldest,
-        )
 
     # ---------------------------------------------------------------- out
 

@@ -36,13 +36,13 @@ import itertools
 from collections.abc import Iterator
 
 import msgspec
-from msgspec import Raw
 
 from async_rl.algo.staleness import Node
 from async_rl.errors import Corrupt, Malformed
 from async_rl.log import get_logger
 from async_rl.wire import Group, Key, LeaseProgress
 from orchestrator.config import MOST_BATCH_BYTES, OrchestratorConfig
+from orchestrator.formed import Delivery, Formed, Readiness
 from orchestrator.leases import Held
 from orchestrator.ledger_state import NEVER, LedgerState, Stored
 from orchestrator.pool import Failure
@@ -59,7 +59,6 @@ from orchestrator.records import (
     Settled,
     Took,
     Version,
-    decode_group,
     encode_group,
     rewards_of,
 )
@@ -74,30 +73,6 @@ FAILURES_IN_A_ROW = 8
 """So many reported failures without one success between them look like a broken environment, not a bad
 prompt: leasing then slows down, or a broken reward function would eat thousands of prompts a second."""
 SLOWEST_S = 5.0
-
-
-class Formed(msgspec.Struct, frozen=True):
-    """A batch that may leave once the journal is committed. `bodies`: its groups, as they lie in the journal; they
-    leave as they came, for the trainer to decode."""
-
-    assigned: Assigned
-    bodies: tuple[Raw, ...]
-    lags: tuple[tuple[int, ...], ...]
-    rewards: tuple[float, ...]  # of all samples
-
-    @property
-    def groups(self) -> tuple[Group, ...]:
-        return tuple(map(decode_group, self.bodies))
-
-
-class Delivery(msgspec.Struct, frozen=True):
-    outcome: str  # stored, no_signal, lag
-    obsolete: Held | None  # somebody else's lease for the same group
-
-
-class Readiness(msgspec.Struct, frozen=True):
-    ready: bool
-    reason: str
 
 
 class GroupLedger(LedgerState):
