@@ -237,13 +237,13 @@ class Rescorer:
                 *(self._environment.reward(rescoring.prompt, sample.text) for sample in group.samples)
             )
             values = [float(value) for value in await asyncio.wait_for(rewards, self._timeout_s)]
+            if not all(map(math.isfinite, values)):
+                return "", f"rewards {values} are not all finite"[:REASON_CHARS]
+            return difference(group, values, self._environment.reward_range, self._fits), ""
         except TimeoutError:
             return "", TOO_LONG
-        except Exception as error:  # noqa: BLE001  (the edge to the user's environment: whatever it raises)
+        except Exception as error:  # noqa: BLE001  (the edge to the user's environment, and to a tokenizer)
             return "", f"{type(error).__name__}: {error}"[:REASON_CHARS]
-        if not all(map(math.isfinite, values)):
-            return "", f"rewards {values} are not all finite"[:REASON_CHARS]
-        return difference(group, values, self._environment.reward_range, self._fits), ""
 
     def _said_quick(self, group: Group) -> bool:
         """Whether its worker says that all of its rewards, one after another, took far less than our limit: who needs

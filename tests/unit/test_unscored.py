@@ -179,6 +179,20 @@ def test_a_text_that_its_worker_called_slow_is_no_evidence_where_it_takes_long(f
     assert [each.worker for each in found] == ["good"]
 
 
+def test_a_text_on_which_the_tokenizer_fails_ends_nothing(fragile):
+    environment = fragile[0]
+
+    def fits(made):
+        if "strange" in made.text:
+            raise OverflowError("no such token")
+        return True
+
+    rescorer = Rescorer(environment, timeout_s=5.0, fits=fits)
+    good, failed = scored(rescorer, rescoring("7", "good"), rescoring("strange 7"))
+    assert not good.failed and "OverflowError: no such token" in failed.failed
+    rescorer.close()
+
+
 def test_what_failures_are_held_against_is_another_workers_and_few_are_kept(fragile):
     rescorer = fragile[1]
     scored(rescorer, *(rescoring("7", f"w{each}", ordinal=each) for each in range(5)))
