@@ -65,10 +65,9 @@ def quick(group: Group, need: Requirements, versions: Versions) -> tuple[tuple[i
         return None
     lowest, highest = need.reward_range
     served, ids, logprobs, masks = [], [group.prompt.data], [], []
-    same: tuple[memoryview, int] | None = (
-        None  # the last sample's spans and length: mostly all of a group's are equal
-    )
-    policies: tuple[int, ...] | None = None
+    # Spans and length of the sample before, and what was found: mostly all of a group's are equal.
+    same: tuple[memoryview, int] | None = None
+    policies: tuple[int, ...] = ()
     for sample in samples:
         tokens, probs, mask, spans = sample.tokens, sample.logprobs, sample.mask, sample.spans
         if (tokens.dtype, probs.dtype, mask.dtype, spans.dtype) != _SAMPLE_DTYPES:
@@ -79,10 +78,10 @@ def quick(group: Group, need: Requirements, versions: Versions) -> tuple[tuple[i
         if not lowest <= sample.reward <= highest:  # and so is not NaN
             return None
         if same is None or length != same[1] or spans.data != same[0]:
-            policies = _quick_spans(spans.data, length, need.oldest_version, versions)
-            if policies is None:
+            found = _quick_spans(spans.data, length, need.oldest_version, versions)
+            if found is None:
                 return None
-            same = spans.data, length
+            policies, same = found, (spans.data, length)
         served.append(policies)
         ids.append(tokens.data)
         logprobs.append(probs.data)
