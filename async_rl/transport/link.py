@@ -198,9 +198,13 @@ class TrainerLink:
                 self._lock.release()
 
     def checked(self, checked: Checked) -> None:
-        """Tell what the forward pass of a step has shown about its groups. Never waits, and is not repeated."""
-        with self._lock:
-            self._line.send(checked)
+        """Tell what the forward pass of a step has shown about its groups. Never waits, and is not repeated; what is too
+        long for a message is left out: evidence lost, not the run."""
+        try:
+            with self._lock:
+                self._line.send(checked)
+        except Malformed as error:
+            log.warning("what a step has shown is not told", step=checked.step, reason=error.message)
 
     def finish(self, incarnation: int, step: int, evaluate: bool, timeout_s: float) -> Finished:
         """No more steps: waits for the last held-out evaluation. Raises errors.Refused and WaitTimeout."""
