@@ -198,8 +198,8 @@ class TrainerLink:
                 self._lock.release()
 
     def checked(self, checked: Checked) -> None:
-        """Tell what the forward pass of a step has shown about its groups. Never waits, and is not repeated; what is too
-        long for a message is left out: evidence lost, not the run."""
+        """Tell what the forward pass of a step has shown about its groups. Never waits, and is not repeated; what is
+        too long for a message is left out: evidence lost, not the run."""
         try:
             with self._lock:
                 self._line.send(checked)
