@@ -7,7 +7,8 @@ was lost.
 
     1  the relatively emptiest of those that hold less than they are good for; among equals, who waited longest
     2  where none of these can take a lease: likewise one that holds as many, but is good for what a newcomer is; up
-       to its capacity, and to an equal share of all leases that there may be
+       to its capacity, and not of what is left to the others: to each an equal share of all leases that there may be,
+       or twice its capacity, if that is less
     3  one whose leases all came to nothing rests (roster.py), if others are here that do not
 
 A worker that is alone may have them all.
@@ -45,7 +46,7 @@ class Emptiest:
         self._newest: dict[str, _Entry] = {}  # of each worker's entries the one that counts
         self._added = 0  # since the heaps were made
         self._most: Callable[[], float] = lambda: math.inf
-        self._takers: int | None = None  # workers that share them: who rests does not count
+        self._kept: tuple[float, float] | None = None  # an equal share; what is left to all that don't rest
 
     def __len__(self) -> int:
         """Entries that are kept, whether they count or not."""
@@ -71,7 +72,7 @@ class Emptiest:
     def turn(self, most: Callable[[], float]) -> None:
         """What follows are the grants of one turn. `most`: leases that there may be, those that run included; asked
         only where shares matter. Who is here, and what it can hold, does not change meanwhile."""
-        self._most, self._takers = most, None
+        self._most, self._kept = most, None
 
     def pop(self, wanted: Callable[[int], bool]) -> Worker | None:
         """The first of those whose version is `wanted`, out of its heap until it is touched."""
@@ -97,11 +98,15 @@ class Emptiest:
 
     def _within_share(self, worker: Worker) -> bool:
         """Whether one more lease leaves as many to each of the others."""
-        if self._takers is None:
-            self._takers = sum(each.takes_leases and each.shown > 0 for each in self._roster.here)
-        if self._takers - (worker.shown > 0) <= 0:
+        if self._kept is None:
+            takers = [each for each in self._roster.here if each.takes_leases and each.shown]
+            equal = self._most() / max(1, len(takers))
+            self._kept = equal, sum(_kept_for(each, equal) for each in takers)
+        equal, kept = self._kept
+        others = kept - (_kept_for(worker, equal) if worker.shown else 0.0)
+        if not others:
             return True
-        return worker.shown >= FIRST_LEASES and self._leases(worker.name) < self._most() / self._takers
+        return worker.shown >= FIRST_LEASES and self._leases(worker.name) < self._most() - others
 
     def _make_again(self) -> None:
         self._heaps, names, self._newest = {}, list(self._newest), {}
@@ -136,6 +141,11 @@ class Emptiest:
         beyond = leases >= good_for
         load = leases / (capacity if beyond else good_for)
         return _Entry(beyond, load, worker.served, worker.name, worker.version)
+
+
+def _kept_for(worker: Worker, equal: float) -> float:
+    """Twice: groups that it has finished and that no step has yet keep their slots."""
+    return min(equal, 2.0 * worker.capacity)
 
 
 class _Entry(NamedTuple):

@@ -116,11 +116,11 @@ def test_a_worker_that_is_alone_may_have_all_leases():
     assert held(play) == {"alone": 20}
 
 
-def test_one_that_says_it_can_hold_any_number_gets_a_share_and_the_others_finish_their_batch():
+def test_one_that_says_it_can_hold_any_number_leaves_others_twice_what_they_can_hold_or_an_equal_share():
     play = playing()
-    honest = Holder(play, "honest", 4, works=True)
+    honest = Holder(play, "honest", 5, works=True)
     Holder(play, "liar", HUGE, works=False)
-    assert held(play) == {"honest": 4, "liar": 10}
+    assert held(play) == {"honest": 5, "liar": 10}
     play.ask(0)
     for _ in range(10):
         honest.finish_one()
@@ -180,9 +180,7 @@ def test_a_fleet_of_newcomers_shares_all_that_is_there_from_the_start():
     play = playing(batch_groups=30)
     for name, capacity in {"small": 2, "middle": 16, "large": 60}.items():
         play.join(name, capacity=capacity)
-    assert held(play) == {"small": 2, "middle": 16, "large": 20}, (
-        "a third, until it has shown that it can do more"
-    )
+    assert held(play) == {"small": 2, "middle": 16, "large": 36}, "the rest, less 4 and a third"
 
 
 def test_what_a_worker_has_shown_ends_with_what_it_holds_and_is_soon_lost():
