@@ -7,7 +7,6 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from async_rl.errors import ConfigError
-from async_rl.log import get_logger
 from async_rl.transport.base import is_loopback
 from async_rl.wire import MAX_BATCH_BYTES, MAX_MESSAGE_BYTES
 
@@ -18,14 +17,13 @@ __all__ = [
     "VerifyConfig",
     "check_bind",
     "check_sizes",
+    "groups_that_fit",
 ]
-
-log = get_logger(__name__)
 
 MOST_BATCH_BYTES = MAX_BATCH_BYTES - (64 << 20)
 """Of groups: the rest is for what a batch says besides; of every prompt that is open it names the number."""
 TOKEN_BYTES = 9
-"""On the wire: id, logprob and mask. The text comes on top, about as much again at most."""
+"""On the wire: id, logprob and mask. The text comes on top, some four bytes."""
 
 Positive = Annotated[float, Meta(gt=0)]
 NotNegative = Annotated[float, Meta(ge=0)]
@@ -136,25 +134,26 @@ class EvalConfig(Struct, frozen=True, forbid_unknown_fields=True):
     prompts: Annotated[int, Meta(ge=1)] = 64
 
 
-def check_sizes(sampling: SamplingConfig, config: OrchestratorConfig) -> None:
+def check_sizes(sampling: SamplingConfig) -> None:
     """Raises ConfigError where a group of which every sample has its full length can't be sent: only the shorter ones
-    would be trained. Says in the log where a batch of such groups would be cut short."""
-    group = sampling.group_size * sampling.max_tokens * TOKEN_BYTES
-    if group > MAX_MESSAGE_BYTES:
+    would be trained."""
+    size = _group_bytes(sampling)
+    if size > MAX_MESSAGE_BYTES:
         raise ConfigError(
             f"sampling.group_size = {sampling.group_size} samples of up to sampling.max_tokens = "
-            f"{sampling.max_tokens} tokens are {group} bytes, and a message holds {MAX_MESSAGE_BYTES}: groups of "
+            f"{sampling.max_tokens} tokens are {size} bytes, and a message holds {MAX_MESSAGE_BYTES}: groups of "
             "long samples would be lost",
-            hint="use fewer or shorter samples per group; groups of one prompt can be more than one "
-            "where the environment gives it more than once",
+            hint="use fewer or shorter samples per group",
         )
-    if config.batch_groups * group > config.batch_bytes:
-        log.warning(
-            "where samples are long, a step is trained with fewer groups",
-            batch_groups=config.batch_groups,
-            fit=config.batch_bytes // group,
-            hint="lower orchestrator.batch_groups, or sampling.group_size or max_tokens",
-        )
+
+
+def groups_that_fit(sampling: SamplingConfig, config: OrchestratorConfig) -> int:
+    """Into one batch, where every sample has its full length; fewer than batch_groups: a step may be cut short."""
+    return min(config.batch_groups, config.batch_bytes // _group_bytes(sampling))
+
+
+def _group_bytes(sampling: SamplingConfig) -> int:
+    return sampling.group_size * sampling.max_tokens * TOKEN_BYTES
 
 
 def check_bind(config: OrchestratorConfig) -> None:

@@ -25,7 +25,14 @@ from async_rl.transport.allowed import Allowed, Keyring
 from async_rl.transport.base import Listener, Received, from_here, printable
 from async_rl.transport.zmq import ZmqListener
 from async_rl.wire import AnyMessage
-from orchestrator.config import EvalConfig, OrchestratorConfig, SamplingConfig, check_bind, check_sizes
+from orchestrator.config import (
+    EvalConfig,
+    OrchestratorConfig,
+    SamplingConfig,
+    check_bind,
+    check_sizes,
+    groups_that_fit,
+)
 from orchestrator.control import Control, Outgoing
 from orchestrator.exported import ExportedStatus
 from orchestrator.hours import Hours
@@ -41,6 +48,8 @@ log = get_logger(__name__)
 
 MESSAGES_PER_TURN = 256
 """Written with one fsync. More would only delay the first one's answer."""
+BYTES_PER_TURN = 64 << 20
+"""Likewise: so many groups of the largest size would not fit into memory."""
 FULL_PAUSE_S = 1.0
 """Between two attempts to write what was received to a full disk: nobody is answered meanwhile."""
 ROTATE_PAUSE_S = 10.0
@@ -81,7 +90,7 @@ async def serve(
             await asyncio.wait(awaited, timeout=TICK_S, return_when=asyncio.FIRST_COMPLETED)
             now, outgoing = clock(), []
             if receiving.done():
-                arrived = _with_more(receiving.result(), listener)
+                arrived = _with_more(receiving.result(), listener, journal)
                 outgoing = control.receive_all(arrived, now)
                 receiving = asyncio.create_task(listener.recv())
             if now - ticked >= TICK_S:
@@ -108,14 +117,16 @@ async def _send(listener: Listener, peer: bytes, answer: AnyMessage) -> None:
         log.error("an answer was not sent", peer=printable(peer), reason=error.message, hint=error.hint)
 
 
-def _with_more(first: tuple[bytes, Received], listener: Listener) -> Iterator[tuple[bytes, Received]]:
-    """What arrived, and what is there besides."""
+def _with_more(
+    first: tuple[bytes, Received], listener: Listener, journal: Journal
+) -> Iterator[tuple[bytes, Received]]:
+    """What arrived, and what is there besides, as far as one write should hold it."""
     arrived: tuple[bytes, Received] | None = first
     for _ in range(MESSAGES_PER_TURN):
         if arrived is None:
             return
-        yield arrived
-        arrived = listener.recv_now()
+        yield arrived  # and what it says is in the journal when the next one is asked for
+        arrived = listener.recv_now() if journal.unwritten < BYTES_PER_TURN else None
 
 
 def _rescore(control: Control, rescorer: Rescorer, now: float) -> Outgoing:
@@ -182,7 +193,14 @@ def run_orchestrator(
     EnvironmentFailed where the environment has no prompt.
     """
     check_bind(config)
-    check_sizes(sampling, config)
+    check_sizes(sampling)
+    if (fit := groups_that_fit(sampling, config)) < config.batch_groups:
+        log.warning(
+            "where samples are long, a step is trained with fewer groups",
+            batch_groups=config.batch_groups,
+            fit=fit,
+            hint="lower orchestrator.batch_groups, or sampling.group_size or max_tokens",
+        )
     keyring = _keyring(config, trainer_key)
     check_prompts(environment, evaluation)
 

@@ -108,7 +108,7 @@ def _check(r: RunFile, where: str) -> None:
             hint="a Hugging Face folder; `async-rl model tiny --out DIR` makes one",
         )
     check_bind(r.orchestrator)
-    check_sizes(r.sampling, r.orchestrator)
+    check_sizes(r.sampling)
     _check_metrics(r, where)
     if r.trainer.finish_wait_s <= r.orchestrator.final_eval_s:
         raise ConfigError(
