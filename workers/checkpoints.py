@@ -68,6 +68,8 @@ class Progress(Struct, frozen=True):
     frontier: int  # next prompt ordinal
     updates: int  # of the optimizer; the warm-up goes by it
     open: tuple[int, ...] = ()  # prompt ordinals below the frontier that no step so far has used
+    refused: int = 0  # steps so far; like the next one 0 in checkpoints of releases before
+    refused_in_a_row: int = 0  # of them the last ones
 
 
 class TableRef(Struct, frozen=True):

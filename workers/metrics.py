@@ -30,7 +30,7 @@ that do not exist, or are not finite, are null.
     mismatch_lag0/abs_logprob      over those tokens
     mismatch_lag0/kl_k3            over those tokens
     refused                        1 where this step's update was refused as not finite, else 0
-    refused/total                  steps refused since the trainer's start
+    refused/total                  steps refused, those before a resume included
     checkpoint/late                since the trainer's start: due while the one before was still on its way
     checkpoint/failed              since the trainer's start: given up, the store was away
 

@@ -23,6 +23,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -135,7 +136,10 @@ def run_rank(
             )
         )
         progress = _train(
-            group, learner, publisher, feed, lineage, saver, lead, trainer, attached.max_lag, progress
+            _Parts(group, learner, publisher, feed, lineage, saver, lead),
+            trainer,
+            attached.max_lag,
+            progress,
         )
         publisher.flush(step=progress.step)
         if lead is not None:
@@ -154,21 +158,24 @@ def _lead(lead: Lead | None) -> Lead:
 # ---------------------------------------------------------------- the loop
 
 
-def _train(
-    group: RankGroup,
-    learner: Learner,
-    publisher: Publisher,
-    feed: BatchFeed,
-    lineage: Lineage,
-    saver: Saver,
-    lead: Lead | None,
-    trainer: TrainerConfig,
-    max_lag: int,
-    progress: Progress,
-) -> Progress:
+class _Parts(NamedTuple):
+    """What a step goes through, on each rank; `lead` on rank 0 alone."""
+
+    group: RankGroup
+    learner: Learner
+    publisher: Publisher
+    feed: BatchFeed
+    lineage: Lineage
+    saver: Saver
+    lead: Lead | None
+
+
+def _train(parts: _Parts, trainer: TrainerConfig, max_lag: int, progress: Progress) -> Progress:
     """Steps until the last one or a stop; where the run is then."""
+    group, learner, publisher, feed, lineage, saver, lead = parts
     step, version = progress.step, progress.version
-    refused_in_a_row = refused = 0
+    # Of the lives before, too: a run whose every step is refused ends, however often it is resumed between them.
+    refused, refused_in_a_row = progress.refused, progress.refused_in_a_row
     while step < trainer.steps:
         clock = _Stopwatch()
         batch = feed.next(step)
@@ -197,7 +204,16 @@ def _train(
             publisher.publish(step)
         version = publisher.newest
         clock.lap("publish")
-        progress = Progress(step, version, batch.incarnation, batch.frontier, learner.updates, batch.open)
+        progress = Progress(
+            step,
+            version,
+            batch.incarnation,
+            batch.frontier,
+            learner.updates,
+            batch.open,
+            refused=refused,
+            refused_in_a_row=refused_in_a_row,
+        )
         saver.step(progress)
         clock.lap("checkpoint")
         line = {

@@ -19,11 +19,11 @@ from async_rl.errors import ConfigError
 from async_rl.exporter import MetricsConfig, address_of
 from async_rl.store.base import StoreConfig
 from async_rl.weights.config import WeightsConfig
-from orchestrator.config import EvalConfig, OrchestratorConfig, SamplingConfig, check_bind
+from orchestrator.config import EvalConfig, OrchestratorConfig, SamplingConfig, check_bind, check_sizes
 from workers.rollout_settings import RolloutConfig
 from workers.settings import ModelConfig, TrainerConfig
 
-__all__ = ["RunConfig", "RunFile", "read_run_file", "read_worker_options"]
+__all__ = ["RunConfig", "RunFile", "check_model", "read_run_file", "read_worker_options"]
 
 
 class RunConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -108,6 +108,7 @@ def _check(r: RunFile, where: str) -> None:
             hint="a Hugging Face folder; `async-rl model tiny --out DIR` makes one",
         )
     check_bind(r.orchestrator)
+    check_sizes(r.sampling)
     _check_metrics(r, where)
     if r.trainer.finish_wait_s <= r.orchestrator.final_eval_s:
         raise ConfigError(
@@ -121,6 +122,28 @@ def _check(r: RunFile, where: str) -> None:
             f"{r.orchestrator.max_lag} can't go on: the lag grows to publish_every - 1 between versions",
             hint=f"set max_lag to at least {r.trainer.publish_every - 1}, or publish more often",
         )
+
+
+def check_model(path: str) -> None:
+    """Where the trainer is: raises ConfigError unless there is a model's folder at `path`, before minutes were spent
+    on the rest."""
+    folder = Path(path)
+    lacks = (
+        "it has no config.json"
+        if folder.is_dir()
+        else "it is no folder"
+        if folder.exists()
+        else "nothing is there"
+    )
+    if (folder / "config.json").is_file():
+        if any(folder.glob("*.safetensors")):
+            return
+        lacks = "it has no *.safetensors"
+    raise ConfigError(
+        f"model.path = {path!r} is no model: {lacks}",
+        hint="a folder as Hugging Face's save_pretrained writes it, on every node (a hub's name is none); "
+        "`async-rl model tiny --out DIR` makes a small one",
+    )
 
 
 def _check_metrics(r: RunFile, where: str) -> None:

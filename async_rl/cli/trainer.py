@@ -64,13 +64,14 @@ def command(
 
     A key is needed only for an orchestrator that is named: the one that it starts knows the trainer.
     """
-    from async_rl.cli.runfile import read_run_file
+    from async_rl.cli.runfile import check_model, read_run_file
 
     if resume not in ("latest", "never") and not resume.isdigit():
         raise ConfigError(f"--resume {resume!r} is neither latest, never nor a step")
     if metrics_address:
         overrides = (*overrides, f'metrics.trainer="{metrics_address}"')
     config = read_run_file(run_file, overrides)  # refuse bad input here, once, before any process starts
+    check_model(config.model.path)
     if "LOCAL_RANK" in os.environ:
         if nproc_per_node != 1:
             raise ConfigError("under torchrun every process is one rank", hint="leave out --nproc-per-node")

@@ -5,6 +5,7 @@ When what is written, in the background of training: test_saver.py; with real ra
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -142,6 +143,16 @@ def test_a_step_is_chosen_by_number_and_its_newest_incarnation(store: FileStore)
     assert checkpoints.choose(store, "never", "model") is None
     with pytest.raises(CheckpointError, match=r"no checkpoint of step 41.*40, 60"):
         checkpoints.choose(store, "41", "model")
+
+
+def test_a_checkpoint_of_the_release_before_has_no_refused_steps(store: FileStore):
+    save(store, whole_state(), ranks=1, step=3, incarnation=1)
+    (key,) = [info.key for info in store.list_after("checkpoints/") if info.key.count("/") == 1]
+    commit = json.loads(store.get(key))
+    assert commit["progress"].pop("refused") == 0 and commit["progress"].pop("refused_in_a_row") == 0
+    store.put(key, json.dumps(commit).encode())
+    found = checkpoints.choose(store, "latest", "model")
+    assert (found.progress.step, found.progress.refused, found.progress.refused_in_a_row) == (3, 0, 0)
 
 
 def test_a_run_without_checkpoints_starts_anew(store: FileStore):

@@ -237,6 +237,23 @@ def test_refused_steps_go_on_and_too_many_in_a_row_end_the_run(tmp_path: Path, m
     assert digests[0] == digests[1] != digests[2] == digests[3]  # a refused step changed not one bit
 
 
+def test_steps_refused_before_a_resume_count_with_those_after_it(tmp_path: Path, model: Path):
+    def broken_and_stopped(script: Script, asked: NextBatch) -> Batch | None:
+        if asked.step == 0:
+            return good_batch(script, asked, logprob=float("nan"))
+        os.kill(os.getpid(), signal.SIGTERM)
+        return None
+
+    with orchestrator(broken_and_stopped) as script:
+        train(tmp_path, model, script, steps=10, checkpoint_every=100, max_refused_steps=2)
+    with (
+        orchestrator(lambda script, asked: good_batch(script, asked, logprob=float("nan"))) as script,
+        pytest.raises(TrainingError, match="2 steps in a row were refused, the last one step 2"),
+    ):
+        train(tmp_path, model, script, steps=10, checkpoint_every=100, max_refused_steps=2)
+    assert [line["refused/total"] for line in metrics(tmp_path) if "refused" in line] == [1, 2]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_two_ranks_take_over_what_one_began_and_stop_together(tmp_path: Path, model: Path):

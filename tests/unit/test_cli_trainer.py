@@ -8,10 +8,11 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from click.testing import CliRunner
 
 from async_rl.cli import trainer
-from async_rl.cli.runfile import read_run_file
-from async_rl.errors import TrainingError
+from async_rl.cli.runfile import check_model, read_run_file
+from async_rl.errors import ConfigError, TrainingError
 
 
 class Left(BaseException):
@@ -42,6 +43,24 @@ def as_rank(tmp_path: Path) -> None:
     run_file = tmp_path / "run.toml"
     run_file.write_text(f'[run]\nstore = "file://{tmp_path}/run"\n[model]\npath = "{tmp_path}"\n')
     trainer._under_torchrun(read_run_file(run_file, ()), run_file, "tcp://127.0.0.1:1", "latest", ())
+
+
+def test_a_model_that_is_not_there_is_noticed_before_anything_starts(tmp_path: Path) -> None:
+    run_file, model = tmp_path / "run.toml", tmp_path / "model"
+    run_file.write_text(f'[run]\nstore = "file://{tmp_path}/run"\n[model]\npath = "{model}"\n')
+
+    def said() -> str:
+        done = CliRunner().invoke(trainer.command, [str(run_file)])
+        assert isinstance(done.exception, ConfigError) and "save_pretrained" in done.exception.hint
+        return done.exception.message
+
+    assert said() == f"model.path = '{model}' is no model: nothing is there"
+    model.mkdir()
+    assert said().endswith("it has no config.json")
+    (model / "config.json").write_text("{}")
+    assert said().endswith("it has no *.safetensors")
+    (model / "model.safetensors").touch()
+    check_model(str(model))
 
 
 def test_a_rank_of_several_whose_work_is_done_ends_without_the_interpreters_teardown(
