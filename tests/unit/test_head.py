@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from workers import head
+from workers import head_tile
 from workers.head import HeadSettings, LogitMap, Tiles, plan_tiles, token_loss, token_scores
 
 MAPS = [LogitMap(), LogitMap(0.3), LogitMap(1.7, cap=2.0)]
@@ -137,7 +137,7 @@ def test_tiles_of_any_shape_give_what_whole_logits_give(
 ):
     case = make_case(tokens, words, bias=bias, seed=seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(head, "NARROWEST", narrowest)
+        patch.setattr(head_tile, "NARROWEST", narrowest)
         found = in_tiles(case, HeadSettings(logits, temperature, budget), entropy_weight, fused)
     assert_near(found, reference(case, logits, temperature, entropy_weight), 1e-10)
 
@@ -148,7 +148,7 @@ def test_tiles_of_any_shape_give_what_whole_logits_give(
 def test_types_of_the_trainer_give_it_to_their_rounding(
     monkeypatch: pytest.MonkeyPatch, fused: bool, dtype: torch.dtype, tolerance: float, logits: LogitMap
 ):
-    monkeypatch.setattr(head, "NARROWEST", 16)
+    monkeypatch.setattr(head_tile, "NARROWEST", 16)
     case = make_case(40, 70, bias=True, width=16)
     case = case._replace(  # what both can represent
         hidden=(case.hidden / 4).bfloat16().double(),
@@ -162,7 +162,7 @@ def test_types_of_the_trainer_give_it_to_their_rounding(
 @pytest.mark.parametrize("fused", [False, True], ids=["twice", "fused"])
 def test_sums_over_tiles_are_not_rounded_to_16_bits(monkeypatch: pytest.MonkeyPatch, fused: bool):
     """Of 64 tiles each would add its own rounding; together no more than one."""
-    monkeypatch.setattr(head, "NARROWEST", 4)
+    monkeypatch.setattr(head_tile, "NARROWEST", 4)
     case = make_case(64, 256, width=8)
     case = case._replace(
         hidden=(case.hidden / 4).bfloat16().double(), weight=case.weight.bfloat16().double()
@@ -185,7 +185,7 @@ def test_words_that_a_bias_masks_have_no_part_in_anything(
     monkeypatch: pytest.MonkeyPatch, fused: bool, words: int
 ):
     """Whole tiles of them, the first and the last included."""
-    monkeypatch.setattr(head, "NARROWEST", 2)
+    monkeypatch.setattr(head_tile, "NARROWEST", 2)
     case = make_case(6, words, bias=True)
     assert case.bias is not None
     allowed = torch.arange(words) % 24 == words - 2
@@ -289,19 +289,19 @@ def test_no_tile_is_over_the_budget(tokens: int, words: int, logit_bytes: int, b
     assert 1 <= tiles.tokens <= max(tokens, 1) and 1 <= tiles.words <= words
     assert tiles.tokens * tiles.words * logit_bytes <= budget
     if tiles.tokens < tokens:
-        assert (tiles.tokens + 1) * min(words, head.NARROWEST) * logit_bytes * 2 > budget
+        assert (tiles.tokens + 1) * min(words, head_tile.NARROWEST) * logit_bytes * 2 > budget
 
 
 def test_tiles_take_all_tokens_while_they_can_and_even_shares_of_the_words():
     assert plan_tiles(2048, 49152, 12, 64 << 20) == Tiles(2048, 2587)  # 2730 fit: 19 tiles
     assert plan_tiles(100, 40, 12, 64 << 20) == Tiles(100, 40)
-    assert plan_tiles(100_000, 150_000, 12, 32 << 20) == Tiles(2703, 1034)
+    assert plan_tiles(100_000, 150_000, 12, 32 << 20) == Tiles(2703, 1028)
 
 
 def test_compiled_arithmetic_is_the_same_arithmetic(monkeypatch: pytest.MonkeyPatch):
     """What torch.compile is given, run as it is: whether a compiler is there is another question."""
     given_functions = []
-    monkeypatch.setattr(head, "_TOOLS", {})
+    monkeypatch.setattr(head_tile, "_TOOLS", {})
     monkeypatch.setattr(
         torch, "compile", lambda function, **how: given_functions.append(function) or function
     )
