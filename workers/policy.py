@@ -95,14 +95,15 @@ class Policy(nn.Module):
         return self._stand_in is not None
 
     def forward(self, input_ids_T: Tensor, position_ids_T: Tensor, ask: Ask) -> Scores:
+        scores = None
         if self._stand_in is None or ask.whole:
             output = self._call(input_ids_T, position_ids_T, ask)
-            scores = _whole_scores(_kept(output.logits[0], ask), ask, self._settings.temperature)
         else:
             with self._stand_in.asked(ask, self._settings):
                 output = self._call(input_ids_T, position_ids_T, ask)
-            self._stand_in.shown = output.logits
-            scores = self._stand_in.answer()
+            scores = self._stand_in.answer(output.logits)
+        if scores is None:
+            scores = _whole_scores(_kept(output.logits[0], ask), ask, self._settings.temperature)
         return scores._replace(aux_loss=getattr(output, "aux_loss", None))
 
     def _call(self, input_ids_T: Tensor, position_ids_T: Tensor, ask: Ask) -> Any:
@@ -179,7 +180,7 @@ class _StandIn:
         self._settings: HeadSettings | None = None
         self._scores: Scores | None = None
         self.calls = 0
-        self.shown: Tensor | None = None  # what the model made of PROBE
+        self.shown: Tensor | None = None
         self.seen_dtype = torch.float32
         self._probe: Tensor | None = None
         head.forward = self._forward  # type: ignore[method-assign,assignment]
@@ -195,9 +196,9 @@ class _StandIn:
         finally:
             self._ask = None
 
-    def answer(self) -> Scores:
-        scores, self._scores = self._scores, None
-        assert scores is not None, "the model did not call its last layer"
+    def answer(self, shown: Tensor) -> Scores | None:
+        """`shown`: what the model made of PROBE. None where the model went around its last layer: it made logits."""
+        scores, self._scores, self.shown = self._scores, None, shown
         return scores
 
     def _forward(self, hidden: Tensor) -> Tensor:
