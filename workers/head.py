@@ -16,9 +16,9 @@ for the gradients g of log pi(y) and g_H of H that come in, and multiplies it aw
 a part of the vocabulary as long as they can, so that each row of the head's gradient is written once. Four
 products of tokens x vocabulary x width instead of three.
 
-`token_loss` is for losses that are sums over tokens: there g is known as soon as L is. Tiles take the whole
-vocabulary and some tokens, the gradients are made in the forward pass, three products. Backward multiplies them by
-what comes in.
+`token_loss` is for losses that are sums over tokens: there g is known as soon as L is. All logits of some tokens are
+kept until their gradients are made, in the forward pass: three products. Backward multiplies the gradients by what
+comes in.
 
 Products have the type of `hidden` and the head; everything behind them, sums over tiles included, is float32 (float64
 for float64). A logit of -inf (a bias that masks a word) has probability 0 and no gradient; other values that are not
@@ -38,7 +38,16 @@ from torch import Tensor
 from workers import head_tile as tile
 from workers.head_tile import HeadSettings, LogitMap
 
-__all__ = ["HeadSettings", "LogitMap", "LossOf", "Tiles", "plan_tiles", "token_loss", "token_scores"]
+__all__ = [
+    "HeadSettings",
+    "LogitMap",
+    "LossOf",
+    "Tiles",
+    "plan_rows",
+    "plan_tiles",
+    "token_loss",
+    "token_scores",
+]
 
 LossOf = Callable[[Tensor, Tensor, slice], Tensor]
 """(log pi [k], H [k], which of the tokens) -> their part of the loss, a scalar with gradient in both."""
@@ -58,6 +67,14 @@ def plan_tiles(tokens: int, words: int, logit_bytes: int, budget: int) -> Tiles:
     narrowest = min(tile.NARROWEST, words)
     rows = _even(tokens, max(1, budget // (logit_bytes * narrowest)))
     return Tiles(rows, _even(words, max(narrowest, budget // (logit_bytes * rows))))
+
+
+def plan_rows(tokens: int, words: int, logit_bytes: int, kept_bytes: int, budget: int) -> Tiles:
+    """For `token_loss`: so many tokens that their logits, kept at `kept_bytes` each, take three quarters of `budget`;
+    the arithmetic goes over them in parts that fit into the rest. At least one token, whatever it takes."""
+    tokens, words = max(tokens, 1), max(words, 1)
+    rows = _even(tokens, max(1, budget * 3 // 4 // (kept_bytes * words)))
+    return Tiles(rows, _even(words, max(min(tile.NARROWEST, words), budget // 4 // (logit_bytes * rows))))
 
 
 def _even(count: int, most: int) -> int:
@@ -173,25 +190,28 @@ class _Loss(torch.autograd.Function):
         loss_of: LossOf,
         wanted: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        tokens, words = len(hidden_KD), len(weight_VD)
+        tokens = len(hidden_KD)
+        tiles = plan_rows(
+            tokens,
+            len(weight_VD),
+            tile.logit_bytes(hidden_KD, settings),
+            hidden_KD.element_size(),
+            settings.tile_bytes,
+        )
         needed = [wanted and each for each in ctx.needs_input_grad]
-        gradients = tile.Gradients(hidden_KD, weight_VD, bias_V, needed)
+        gradients = None
+        if any(needed):
+            gradients = tile.Gradients(
+                hidden_KD, weight_VD, bias_V, needed, by_tokens=tiles.tokens < tokens
+            )
         scores_2K = hidden_KD.new_empty((2, tokens), dtype=tile.wide(hidden_KD))
         total = scores_2K.new_zeros(())
-        most = max(1, settings.tile_bytes // (tile.logit_bytes(hidden_KD, settings) * words))
-        for k in tile.slices(tokens, _even(max(tokens, 1), most)):
+        for k in tile.slices(tokens, tiles.tokens):
             scores_2K[:, k], loss = _part_of_loss(
-                k,
-                hidden_KD,
-                weight_VD,
-                bias_V,
-                targets_K,
-                settings,
-                loss_of,
-                gradients if any(needed) else None,
+                k, tiles.words, hidden_KD[k], weight_VD, bias_V, targets_K[k], settings, loss_of, gradients
             )
             total += loss
-        ctx.save_for_backward(*gradients.result())
+        ctx.save_for_backward(*(gradients.result() if gradients else (None, None, None)))
         ctx.mark_non_differentiable(logprobs_K := scores_2K[0], entropy_K := scores_2K[1])
         return total, logprobs_K, entropy_K
 
@@ -204,19 +224,23 @@ class _Loss(torch.autograd.Function):
 
 def _part_of_loss(
     k: slice,
-    hidden_KD: Tensor,
+    narrow: int,
+    hidden_kD: Tensor,
     weight_VD: Tensor,
     bias_V: Tensor | None,
-    targets_K: Tensor,
+    targets_k: Tensor,
     settings: HeadSettings,
     loss_of: LossOf,
     gradients: tile.Gradients | None,
 ) -> tuple[Tensor, Tensor]:
-    """log pi and entropy [2, k], and the loss, of tokens k; their part is added to `gradients`, if it is wanted."""
-    all_words, masks = slice(0, len(weight_VD)), bias_V is not None
-    product_kv = tile.product(hidden_KD[k], weight_VD, bias_V, all_words)
-    fold = tile.tool(tile.fold, settings.compiled)
-    state = fold(product_kv, *tile.nothing(hidden_KD[k]), targets_K[k], settings, masks)
+    """log pi and entropy [2, k], and the loss, of tokens k; their part is added to `gradients`, if it is wanted. The
+    arithmetic takes `narrow` words at a time."""
+    words, masks = len(weight_VD), bias_V is not None
+    fold, slope = (tile.tool(each, settings.compiled) for each in (tile.fold, tile.slope))
+    product_kV = tile.product(hidden_kD, weight_VD, bias_V, slice(0, words))
+    state = tile.nothing(hidden_kD)
+    for v in tile.slices(words, narrow):
+        state = fold(product_kV[:, v], *state, targets_k - v.start, settings, masks)
     logprobs_k, entropy_k, log_sum_k = tile.finished(*state)
     scores_2k = torch.stack([logprobs_k, entropy_k])
     if gradients is None:
@@ -227,7 +251,9 @@ def _part_of_loss(
         given = torch.autograd.grad(loss, leaves, allow_unused=True)
     g_k, gh_k = (None if g is None else g * settings.slope for g in given)
     g_k = torch.zeros_like(logprobs_k) if g_k is None else g_k
-    slope = tile.tool(tile.slope, settings.compiled)
-    slope_kv = slope(product_kv, log_sum_k, entropy_k, g_k, gh_k, targets_K[k], settings, masks)
-    gradients.add(k, all_words, slope_kv)
+    for v in tile.slices(words, narrow):
+        local_k = targets_k - v.start
+        gradients.add(
+            k, v, slope(product_kV[:, v], log_sum_k, entropy_k, g_k, gh_k, local_k, settings, masks)
+        )
     return scores_2k, loss.detach()

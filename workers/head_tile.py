@@ -155,11 +155,21 @@ def _column(local_k: Tensor, words: int) -> tuple[Tensor, Tensor]:
 
 
 class Gradients:
-    """Of hidden, weight and bias, from tiles; None for those that are not needed. For each part of the words tiles
-    come in the order of their tokens, first to last."""
+    """Of hidden, weight and bias, from tiles; None for those that are not needed.
+
+    Tiles come either word by word (all tokens of some words, then the next words) or, `by_tokens`, all words of some
+    tokens, then the next tokens. By words, a row of the weight's gradient is written once, in the type of the weight,
+    when its sum is there. By tokens all sums grow at once, and all of them are wide.
+    """
 
     def __init__(
-        self, hidden_KD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, needed: Sequence[bool]
+        self,
+        hidden_KD: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        needed: Sequence[bool],
+        *,
+        by_tokens: bool = False,
     ) -> None:
         self._hidden, self._weight = hidden_KD, weight_VD
         self._dtypes = [None if each is None else each.dtype for each in (hidden_KD, weight_VD, bias_V)]
@@ -167,10 +177,10 @@ class Gradients:
         self._of_hidden = torch.zeros_like(hidden_KD, dtype=dtype) if needed[0] else None
         make = (
             torch.empty_like if len(hidden_KD) else torch.zeros_like
-        )  # each row is written whole, by the tiles
-        self._of_weight = make(weight_VD) if needed[1] else None
+        )  # the first tile of each row overwrites it
+        self._of_weight = make(weight_VD, dtype=dtype if by_tokens else None) if needed[1] else None
         self._of_bias = torch.zeros_like(bias_V, dtype=dtype) if needed[2] and bias_V is not None else None
-        self._sum_vD: Tensor | None = None  # of one part of the words, where the weight is not wide itself
+        self._sum_vD: Tensor | None = None  # of the words whose tokens are coming
 
     def add(self, k: slice, v: slice, slope_kv: Tensor) -> None:
         """A tile's part. `slope_kv`: gradient of x."""
@@ -182,12 +192,14 @@ class Gradients:
             self._add_to_weight(k, self._of_weight[v], slope_kv)
 
     def _add_to_weight(self, k: slice, rows_vD: Tensor, slope_kv: Tensor) -> None:
-        """In the type of the weight each row is written once, when its sum over all tokens is there."""
         first, last = k.start == 0, k.stop == len(self._hidden)
-        if rows_vD.dtype == slope_kv.dtype:
+        if self._hidden.dtype == slope_kv.dtype:
             rows_vD.addmm_(slope_kv.T, self._hidden[k], beta=0.0 if first else 1.0)
             return
         part_vD = _wide_product(slope_kv.T, self._hidden[k])
+        if rows_vD.dtype == part_vD.dtype:
+            rows_vD.copy_(part_vD if first else part_vD.add_(rows_vD))
+            return
         self._sum_vD = part_vD if first or self._sum_vD is None else self._sum_vD.add_(part_vD)
         if last:
             rows_vD.copy_(self._sum_vD)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from workers import head_tile
-from workers.head import HeadSettings, LogitMap, Tiles, plan_tiles, token_loss, token_scores
+from workers.head import HeadSettings, LogitMap, Tiles, plan_rows, plan_tiles, token_loss, token_scores
 
 MAPS = [LogitMap(), LogitMap(0.3), LogitMap(1.7, cap=2.0)]
 
@@ -167,7 +167,7 @@ def test_sums_over_tiles_are_not_rounded_to_16_bits(monkeypatch: pytest.MonkeyPa
     case = case._replace(
         hidden=(case.hidden / 4).bfloat16().double(), weight=case.weight.bfloat16().double()
     )
-    budget = 10 * (256 if fused else 4 * 64)
+    budget = 4 * 2 * 256 if fused else 10 * 4 * 64  # three tokens, or four words, at a time
     found = in_tiles(case, HeadSettings(LogitMap(), 1.0, budget), 0.0, fused, torch.bfloat16)
     # The logits' own rounding is in both.
     rounded = (case.hidden.bfloat16() @ case.weight.bfloat16().T).double()
@@ -290,6 +290,27 @@ def test_no_tile_is_over_the_budget(tokens: int, words: int, logit_bytes: int, b
     assert tiles.tokens * tiles.words * logit_bytes <= budget
     if tiles.tokens < tokens:
         assert (tiles.tokens + 1) * min(words, head_tile.NARROWEST) * logit_bytes * 2 > budget
+
+
+@given(
+    tokens=st.integers(0, 1 << 20),
+    words=st.integers(1, 1 << 18),
+    sizes=st.sampled_from([(10, 2), (12, 4), (16, 4)]),
+    budget=st.integers(16 << 20, 1 << 30),
+)
+@settings(max_examples=100, deadline=None)
+def test_logits_that_are_kept_fit_into_the_budget_with_the_arithmetic_on_them(
+    tokens: int, words: int, sizes: tuple[int, int], budget: int
+):
+    logit_bytes, kept_bytes = sizes
+    rows = plan_rows(tokens, words, logit_bytes, kept_bytes, budget)
+    assert 1 <= rows.tokens <= max(tokens, 1) and 1 <= rows.words <= words
+    kept = rows.tokens * words * kept_bytes
+    assert kept <= budget * 3 // 4
+    if rows.words > head_tile.NARROWEST:
+        assert kept + rows.tokens * rows.words * logit_bytes <= budget
+    if rows.tokens < tokens:
+        assert 2 * (rows.tokens + 1) * words * kept_bytes > budget * 3 // 4
 
 
 def test_tiles_take_all_tokens_while_they_can_and_even_shares_of_the_words():
