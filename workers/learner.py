@@ -196,6 +196,8 @@ class Learner:
         scores: Scores = self._policy(
             self._to_device(row.input_ids_T), self._to_device(row.position_ids_T), ask
         )
+        if not torch.is_grad_enabled():
+            self._policy.give_back()  # what a backward pass would have given back
         return scores
 
     def _loss_of(self, row: MicroBatch, slots: int) -> tuple[Tensor, TokenSums, Tensor, Tensor, Any]:

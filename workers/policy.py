@@ -106,6 +106,12 @@ class Policy(nn.Module):
             scores = _whole_scores(_kept(output.logits[0], ask), ask, self._settings.temperature)
         return scores._replace(aux_loss=getattr(output, "aux_loss", None))
 
+    def give_back(self) -> None:
+        """After a pass without a backward pass: else the next one would see the weights that this one has gathered,
+        whatever has become of them (FSDP gathers the root unit once, and waits for the backward pass to let go)."""
+        if isinstance(self, FSDPModule):
+            self.reshard()
+
     def _call(self, input_ids_T: Tensor, position_ids_T: Tensor, ask: Ask) -> Any:
         return self.model(
             input_ids=input_ids_T[None],
@@ -133,8 +139,7 @@ class Policy(nn.Module):
                 hint='set trainer.head = "logits": they are then computed whole, which takes more memory',
             ) from error
         finally:
-            if isinstance(self, FSDPModule):
-                self.reshard()  # else the next pass would see the gathered weights of this one
+            self.give_back()
         if reason:
             self._give_up(reason)
 

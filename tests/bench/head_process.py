@@ -5,8 +5,9 @@
 prints one line of JSON. PYTHON may be the interpreter of another environment: ways of others import nothing of ours.
 
 Every way makes the log-probability of each target, with gradients of hidden states and head in float32, and the
-entropy of each token without (trainers report it). Memory is resident memory of the process, by the kernel's own high-water
-mark, above what it was with the inputs there and the libraries warm: everything counts, the two gradients too.
+entropy of each token without (trainers report it). Memory is resident memory of the process, by the kernel's own
+high-water mark, above what it was with the inputs there and the libraries warm: everything counts, the two gradients
+too.
 """
 
 from __future__ import annotations

@@ -125,6 +125,25 @@ def test_the_packed_logprobs_would_differ_if_samples_saw_each_other(model: Path,
     assert (apart - together).abs().max() > 1e-2
 
 
+def test_a_pass_without_gradients_holds_no_weights_that_the_next_one_would_see(
+    model: Path, group: RankGroup
+):
+    """Neither the check of the model at the start, nor log-probabilities alone."""
+    learner = make_learner(model, group)
+    [[row]] = pack(make_samples(6), limit=1000, ranks=1)
+    for factor in (0.5, 0.25):
+        for rows in learner.rows().values():
+            rows.param.mul_(factor)
+        learner.restored(1)
+        with torch.no_grad():
+            found = learner.logprobs(row)[0]
+        fresh = make_learner(model, group)
+        for name, rows in learner.rows().items():
+            fresh.rows()[name].param.copy_(rows.param)
+        fresh.restored(1)
+        assert torch.equal(found, fresh.logprobs(row)[0].detach())
+
+
 @pytest.mark.parametrize("limit", [8, 40, 1000])
 def test_gradients_equal_a_plain_loop_over_samples_however_they_are_packed(
     model: Path, group: RankGroup, limit: int
