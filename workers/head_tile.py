@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from async_rl.log import get_logger
+
 __all__ = [
     "NARROWEST",
     "Gradients",
@@ -27,6 +29,8 @@ __all__ = [
     "tool",
     "wide",
 ]
+
+log = get_logger(__name__)
 
 NARROWEST = 1024
 """Words of a tile, before it takes fewer tokens: narrower products waste the processor. And a tile that takes all
@@ -256,5 +260,27 @@ def tool(function: Any, compiled: bool) -> Any:
     if not compiled:
         return function
     if function not in _TOOLS:
-        _TOOLS[function] = torch.compile(function, dynamic=True)
+        _TOOLS[function] = _compiled(function)
     return _TOOLS[function]
+
+
+def _compiled(function: Any) -> Any:
+    """Compiled for any number of tokens and words; as it is, with a warning, where it can't be compiled."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    made = torch.compile(function, dynamic=True)  # type: ignore[no-untyped-call]
+
+    def run(*arguments: Any) -> Any:
+        try:
+            return made(*arguments)
+        except TorchDynamoException as error:
+            log.warning(
+                'a part of the head can\'t be compiled and runs as it is, slower (trainer.head_compile = "never" '
+                "asks for that)",
+                part=function.__name__,
+                reason=str(error).partition("\n")[0],
+            )
+            _TOOLS[function] = function
+            return function(*arguments)
+
+    return run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -11,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._dynamo.exc import BackendCompilerFailed
 
 from workers import head_tile
 from workers.head import HeadSettings, LogitMap, Tiles, plan_rows, plan_tiles, token_loss, token_scores
@@ -332,3 +334,18 @@ def test_compiled_arithmetic_is_the_same_arithmetic(monkeypatch: pytest.MonkeyPa
     found = in_tiles(case, HeadSettings(LogitMap(), 1.0, 300, compiled=True), 0.5, False)
     assert len(given_functions) == 2
     assert all(a is None or torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_what_can_not_be_compiled_runs_as_it_is_with_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def refuse(*arguments: object) -> None:
+        raise BackendCompilerFailed(refuse, RuntimeError("no compiler"), None)
+
+    monkeypatch.setattr(head_tile, "_TOOLS", {})
+    monkeypatch.setattr(torch, "compile", lambda function, **how: refuse)
+    case = make_case(6, 40)
+    with caplog.at_level(logging.WARNING):
+        found = in_tiles(case, HeadSettings(LogitMap(), 1.0, 300, compiled=True), 0.0, True)
+    assert_near(found, reference(case, LogitMap(), 1.0, 0.0), 1e-10)
+    assert caplog.text.count("can't be compiled") == 2, "fold and slope, once each"
