@@ -268,7 +268,7 @@ def _compiled(function: Any) -> Any:
     """Compiled for any number of tokens and words; as it is, with a warning, where it can't be compiled."""
     from torch._dynamo.exc import TorchDynamoException
 
-    made = torch.compile(function, dynamic=True)  # type: ignore[no-untyped-call]
+    made: Any = torch.compile(function, dynamic=True)
 
     def run(*arguments: Any) -> Any:
         try:
