@@ -4,7 +4,7 @@
     log pi(y) = logit_y - L,    L = log sum_v exp(logit_v),    H = L - sum_v pi_v logit_v
 
 A [tokens, vocabulary] tensor of a micro-batch is by far the largest of a step (2.5 GB at 4096 tokens and a
-vocabulary of 152k, and five of them live at once in the obvious computation). Here only tiles of it exist, of a
+vocabulary of 152k, and three of them live at once in the obvious computation). Here only tiles of it exist, of a
 size that is given. Two ways:
 
 `token_scores` goes over the vocabulary twice. Forward keeps running maxima and sums (the online softmax of Milakov
