@@ -13,7 +13,7 @@ exactly those. With bfloat16 products FSDP rounds the float32 masters as it gath
 that lacks bfloat16 instructions emulates them six times slower than float32), the module holds the rounded
 values in float32 and the masters lie beside it (masters.py; sharding.py, optimizers.py).
 
-Legend: T tokens of a micro-batch, K of them loss tokens, V vocabulary.
+Legend: T tokens of a micro-batch, K of them loss tokens, k some of these.
 """
 
 from __future__ import annotations
@@ -32,14 +32,20 @@ from torch.distributed.tensor import DTensor
 from async_rl.algo.losses import LossConfig, TokenSums, policy_loss
 from async_rl.algo.mismatch import token_measures, totals_by_slot
 from async_rl.algo.packing import MicroBatch
+from workers.head import HeadSettings, LogitMap
 from workers.masters import Adapters, Masters, WholeMasters, adapted, local
 from workers.optimizers import OptimizerRows, make_optimizer, optimizer_rows, set_updates
+from workers.policy import Ask, Policy, Scores
 from workers.pretrained import load_causal_lm
 from workers.process_group import RankGroup
 from workers.settings import ModelConfig, TrainerConfig
 from workers.sharding import decoder_layers, place, shard
 
 __all__ = ["Learner", "StepStats", "compute_dtype", "warmup_factor"]
+
+SUMS_OVER_TOKENS = frozenset({"dppo_tv"})
+"""Losses in which a token's part depends on no other token's log-probability: their gradients are made together with
+the log-probabilities (head.token_loss)."""
 
 
 @dataclass(frozen=True)
@@ -111,8 +117,11 @@ class Learner:
         if model.compile:
             for layer in decoder_layers(self._model):
                 layer.compile()
+        self._policy = Policy(
+            self._model, _head_settings(trainer, temperature, device), whole=trainer.head == "logits"
+        )
         self._placement = place(device, group.size, trainer.replicas)
-        shard(self._model, self._placement, self._dtype, offload=trainer.offload == "all")
+        shard(self._policy, self._model, self._placement, self._dtype, offload=trainer.offload == "all")
 
         self._seen: dict[str, DTensor] = dict(self._model.named_parameters())
         on_host = trainer.offload != "none"
@@ -133,6 +142,7 @@ class Learner:
         self._optimizer = make_optimizer(self._masters.tensors, trainer)
         self._round_frozen()
         self._masters.show()
+        self._policy.check(device)
 
     def parameters(self) -> dict[str, DTensor]:
         """Hugging Face names to sharded parameters; rounded to bfloat16 they are what the forward pass
@@ -181,33 +191,41 @@ class Learner:
         A row without loss tokens gives its first token, so that the pass still has something to go backward
         from.
         """
+        ask = self._ask(row)
+        scores = self._scores(row, ask)
+        return scores.logprobs_K, scores.entropy_K, ask.kept_K
+
+    def _ask(self, row: MicroBatch) -> Ask:
         kept_K = torch.from_numpy(row.loss_mask_T).nonzero().squeeze(-1)
         kept_K = (kept_K if len(kept_K) else torch.zeros(1, dtype=torch.int64)).to(self._device)
-        output = self._model(
-            input_ids=self._to_device(row.input_ids_T)[None],
-            # Where positions restart, transformers cuts attention: no sample sees another.
-            position_ids=self._to_device(row.position_ids_T)[None],
-            use_cache=False,
-            logits_to_keep=kept_K,  # logits of prompt tokens would be the largest tensor, for nothing
+        return Ask(kept_K, self._to_device(row.targets_T)[kept_K])
+
+    def _scores(self, row: MicroBatch, ask: Ask) -> Scores:
+        scores: Scores = self._policy(
+            self._to_device(row.input_ids_T), self._to_device(row.position_ids_T), ask
         )
-        logits_KV = output.logits[0].float() / self._temperature
-        logprobs_KV = logits_KV.log_softmax(-1)
-        targets_K = self._to_device(row.targets_T)[kept_K]
-        with torch.no_grad():
-            entropy_K = -(logprobs_KV.exp() * logprobs_KV).nan_to_num().sum(-1)
-        return logprobs_KV.gather(-1, targets_K[:, None]).squeeze(-1), entropy_K, kept_K
+        if not torch.is_grad_enabled():
+            self._policy.give_back()  # what a backward pass would have given back
+        return scores
 
     def _loss_of(self, row: MicroBatch, slots: int) -> tuple[Tensor, TokenSums, Tensor, Tensor, Any]:
-        logprobs_K, entropy_K, kept_K = self.logprobs(row)
+        ask = self._ask(row)
+        kept_K = ask.kept_K
         mask_K = self._to_device(row.loss_mask_T)[kept_K]
-        loss, sums, ratio_max = policy_loss(
-            logprobs_K,
-            self._to_device(row.behaviour_T)[kept_K],
-            self._to_device(row.advantages_T)[kept_K],
-            mask_K,
-            self._to_device(row.lags_T)[kept_K] == 0,
-            self._loss,
-        )
+        behaviour_K = self._to_device(row.behaviour_T)[kept_K]
+        advantages_K = self._to_device(row.advantages_T)[kept_K]
+        fresh_K = self._to_device(row.lags_T)[kept_K] == 0
+
+        def loss_of(logprobs_k: Tensor, k: slice) -> tuple[Tensor, TokenSums, Tensor]:
+            return policy_loss(
+                logprobs_k, behaviour_K[k], advantages_K[k], mask_K[k], fresh_K[k], self._loss
+            )
+
+        if self._loss.name in SUMS_OVER_TOKENS:
+            ask.loss_of = lambda logprobs_k, entropy_k, k: loss_of(logprobs_k, k)[0]
+        logprobs_K, entropy_K, fused, _ = self._scores(row, ask)
+        loss, sums, ratio_max = loss_of(logprobs_K, slice(None))
+        loss = loss if fused is None else fused
         measures = np.zeros((slots, 4))
         if slots:
             kept = kept_K.cpu().numpy()
@@ -270,6 +288,13 @@ class Learner:
 
     def _to_device(self, array: Any) -> Tensor:
         return torch.from_numpy(array).to(self._device, non_blocking=True)
+
+
+def _head_settings(trainer: TrainerConfig, temperature: float, device: torch.device) -> HeadSettings:
+    on_cpu = device.type == "cpu"
+    mib = trainer.head_tile_mib or (64 if on_cpu else 512)
+    compiled = trainer.head_compile == "always" or (trainer.head_compile == "auto" and not on_cpu)
+    return HeadSettings(LogitMap(), temperature, mib << 20, compiled)
 
 
 def _turn_off_dropout(model: nn.Module) -> None:

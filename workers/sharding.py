@@ -56,16 +56,17 @@ def place(device: torch.device, ranks: int, replicas: int) -> Placement:
     return Placement(mesh, ranks // replicas, mesh.get_local_rank("replica"))
 
 
-def shard(model: Any, placement: Placement, dtype: torch.dtype, *, offload: bool) -> None:
-    """FSDP2 in place. `dtype`: of the matrix products. `offload`: rows wait in host memory."""
+def shard(root: nn.Module, model: Any, placement: Placement, dtype: torch.dtype, *, offload: bool) -> None:
+    """FSDP2 in place. `root`: the module that is called, with `model` in it. `dtype`: of the matrix products.
+    `offload`: rows wait in host memory."""
     half = dtype if dtype != torch.float32 else None
     precision = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
     on_cuda = placement.mesh.device_type == "cuda"
     where = CPUOffloadPolicy(pin_memory=on_cuda) if offload else OffloadPolicy()
     for layer in decoder_layers(model):
         fully_shard(layer, mesh=placement.mesh, mp_policy=precision, offload_policy=where)
-    fully_shard(model, mesh=placement.mesh, mp_policy=precision, offload_policy=where)
-    for module in model.modules():
+    fully_shard(root, mesh=placement.mesh, mp_policy=precision, offload_policy=where)
+    for module in root.modules():
         if isinstance(module, FSDPModule):
             # FSDP averages over ranks by default; ours is a sum, divided by the loss tokens of the whole
             # batch.

@@ -24,6 +24,7 @@ BENCHES = {
     "codec": "bytes and speed of a delta, ours and others', on real optimizer steps",
     "fleet": "a thousand workers at one orchestrator against a bare ROUTER; encoding",
     "full": "full versions against bare boto3, and the memory of weight sync",
+    "head": "memory and time of log-probabilities in tiles, against whole logits and TRL",
     "history": "bytes of 300 versions in the bucket, and what a late reader reads",
     "load": "tokens/s with as many leases as the engine's load asks for, against a constant",
     "overlap": "asynchronous step time against the slower of rollout and training",
