@@ -1,17 +1,20 @@
 """The policy being trained: FSDP2 over any number of ranks, float32 master weights, bfloat16 forward.
 
-    stats = learner.forward_backward(micro_batches, loss_tokens)   gradients of the whole batch, on every rank's rows
-    learner.optimizer_step(stats)                                  clip, AdamW; refused if anything is not finite
+    stats = learner.forward_backward(micro_batches, totals)   gradients of the whole batch, on every rank's rows
+    learner.optimizer_step(stats)                             clip, AdamW; refused if anything is not finite
 
 One rank takes the same path as many. Each decoder layer is one FSDP unit, sharded by rows; gradients are
-summed over ranks in float32 and never averaged: the loss is already divided by the loss tokens of the whole
-batch, which every rank knows because every rank packs the whole batch. So gradients depend on neither
-packing nor ranks, but for rounding.
+summed over ranks in float32 and never averaged: the loss is already divided by a number of the whole batch,
+which every rank knows because every rank packs the whole batch. So gradients depend on neither packing nor
+ranks, but for rounding.
 
 Agreement with the engine. Engines sample with weights rounded to bfloat16, so the forward pass must see
 exactly those. With bfloat16 products FSDP rounds the float32 masters as it gathers them. Without (a CPU
 that lacks bfloat16 instructions emulates them six times slower than float32), the module holds the rounded
 values in float32 and the masters lie beside it.
+
+The frozen reference of a KL term is a second model, sharded alike; on a GPU its rows lie in host memory, and FSDP
+fetches a layer at a time.
 
 Legend: T tokens of a micro-batch, K of them loss tokens, V vocabulary.
 """
@@ -28,43 +31,36 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 
-from async_rl.algo.losses import LossConfig, TokenSums, policy_loss
-from async_rl.algo.mismatch import token_measures, totals_by_slot
+from async_rl.algo.losses import (
+    Greatest,
+    LossConfig,
+    LossResult,
+    TokenSums,
+    Totals,
+    denominator,
+    needs_proximal,
+    policy_loss,
+)
 from async_rl.algo.packing import MicroBatch
+from async_rl.errors import ConfigError
+from workers.custom_loss import custom_function
 from workers.pretrained import load_causal_lm
 from workers.process_group import RankGroup
+from workers.row_inputs import loss_inputs, measured
 from workers.settings import ModelConfig, TrainerConfig
+from workers.stats import StepStats, stats_of
+from workers.utilisation import Utilisation, peak_of
 
 __all__ = ["Learner", "OptimizerRows", "StepStats", "compute_dtype", "warmup_factor"]
-
-
-@dataclass(frozen=True)
-class StepStats:
-    """Of one batch, over all ranks; means are over loss tokens. `fresh_*` see TokenSums, None without such
-    tokens."""
-
-    loss: float
-    tokens: int
-    grad_norm: float  # before clipping
-    ratio_mean: float
-    ratio_max: float
-    abs_logprob: float
-    kl_k3: float
-    fresh_tokens: int
-    fresh_abs_logprob: float | None
-    fresh_kl_k3: float | None
-    masked_positive: float  # of the tokens with a positive advantage, the part outside the trust region
-    masked_negative: float
-    entropy: float  # of the policy, nats per token
-    measured: tuple[tuple[float, ...], ...] = ()
-    """Of each slot: tokens, and the sums of kl, ratio and surprise (algo/mismatch.py)."""
-
-    @property
-    def finite(self) -> bool:
-        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
 @dataclass(frozen=True)
@@ -106,9 +102,12 @@ class Learner:
         temperature: float,
         group: RankGroup,
         device: torch.device,
+        max_tokens: int = 0,
     ) -> None:
-        """Collective. Raises ConfigError for a folder without a model. `temperature` is the sampling's."""
+        """Collective. Raises ConfigError for a folder without a model, and for a custom loss that is none.
+        `temperature` and `max_tokens` (per sample) are the sampling's."""
         self._trainer, self._loss, self._temperature = trainer, loss, temperature
+        self._max_tokens, self._custom = max_tokens, custom_function(loss)
         self._group, self._device = group, device
         self._dtype = compute_dtype(model.dtype, device)
         self._model = load_causal_lm(Path(model.path), dtype=torch.float32, attention=model.attention)
@@ -126,6 +125,9 @@ class Learner:
         self.updates = 0  # of the optimizer: steps less refused ones
         self._optimizer = _adamw(self._masters, trainer)
         self._show_masters()
+        peak = peak_of(device, self._dtype, trainer.peak_tflops)
+        self.utilisation = Utilisation.of(self._model, peak, group.size)
+        self._reference = self._load_reference(model) if loss.reference_coef else None
 
     def parameters(self) -> dict[str, DTensor]:
         """Hugging Face names to sharded parameters; rounded to bfloat16 they are what the forward pass
@@ -135,47 +137,70 @@ class Learner:
     # ------------------------------------------------------------ one step
 
     def forward_backward(
-        self, micro_batches: Sequence[MicroBatch], loss_tokens: int, slots: int = 0
+        self,
+        micro_batches: Sequence[MicroBatch],
+        totals: Totals,
+        slots: int = 0,
+        proximal: Sequence[Tensor] | None = None,
     ) -> StepStats:
         """Gradients and statistics of one batch. Collective: this rank's micro-batches, as many as on every
         rank.
 
-        `loss_tokens` and `slots` of the whole batch, all ranks. Gradients of an earlier batch are forgotten.
+        `totals` and `slots` of the whole batch, all ranks. `proximal`: of each micro-batch, as `frozen_logprobs`
+        gave them. Gradients of an earlier batch are forgotten.
         """
         self._model.zero_grad(set_to_none=True)
+        divisor = denominator(self._loss, totals, self._max_tokens)
         sums = torch.zeros(len(TokenSums._fields) + 1, dtype=torch.float64)
-        greatest = torch.zeros(1, dtype=torch.float64)
-        measured = np.zeros((slots, 4))
-        for row in micro_batches:
-            loss, token_sums, ratio_max, entropy, measures = self._loss_of(row, slots)
-            (loss / max(loss_tokens, 1)).backward()  # type: ignore[no-untyped-call]
-            sums += torch.stack([value.double() for value in (*token_sums, entropy)]).cpu()
-            greatest = torch.maximum(greatest, ratio_max.double().cpu())
-            measured += measures
+        greatest = torch.zeros(len(Greatest._fields), dtype=torch.float64)
+        by_slot = np.zeros((slots, 4))
+        for index, row in enumerate(micro_batches):
+            result, entropy, measures = self._loss_of(row, slots, proximal[index] if proximal else None)
+            (result.total / divisor).backward()  # type: ignore[no-untyped-call]
+            sums += torch.stack([value.double() for value in (*result.sums, entropy)]).cpu()
+            greatest = torch.maximum(
+                greatest, torch.stack([value.double() for value in result.greatest]).cpu()
+            )
+            by_slot += measures
         squares = sum(
             (_local(g).double().square().sum() for g in self._gradients()),
             torch.zeros((), dtype=torch.float64),
         )
-        sums = torch.cat([sums, squares.cpu().reshape(1), torch.from_numpy(measured).reshape(-1)])
+        sums = torch.cat([sums, squares.cpu().reshape(1), torch.from_numpy(by_slot).reshape(-1)])
         self._group.sum(sums)
         self._group.max(greatest)
         *token_values, entropy_sum, square_sum = sums[: len(TokenSums._fields) + 2].tolist()
-        stats = _stats(
-            TokenSums(*token_values), entropy_sum, math.sqrt(square_sum), float(greatest), loss_tokens
+        by_token = TokenSums(*token_values)
+        stats = stats_of(
+            by_token,
+            Greatest(*greatest.tolist()),
+            loss=float(by_token.loss) / divisor,
+            entropy=entropy_sum,
+            grad_norm=math.sqrt(square_sum),
+            tokens=totals.tokens,
         )
-        by_slot = sums[len(TokenSums._fields) + 2 :].reshape(slots, 4).tolist()
-        return replace(stats, measured=tuple(map(tuple, by_slot)))
+        slot_sums = sums[len(TokenSums._fields) + 2 :].reshape(slots, 4).tolist()
+        return replace(stats, measured=tuple(map(tuple, slot_sums)))
 
-    def logprobs(self, row: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
+    @property
+    def wants_proximal(self) -> bool:
+        return needs_proximal(self._loss)
+
+    @torch.no_grad()
+    def frozen_logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Of each micro-batch [K], of the policy as it is now. Collective."""
+        return [self.logprobs(row)[0] for row in micro_batches]
+
+    def logprobs(self, row: MicroBatch, of: Any = None) -> tuple[Tensor, Tensor, Tensor]:
         """log pi of the targets at the loss tokens, float32 [K]; entropy there [K]; the indices of these
-        tokens [K].
+        tokens [K]. `of`: another model than the policy. The entropy has a gradient where the loss has a bonus for it.
 
         A row without loss tokens gives its first token, so that the pass still has something to go backward
         from.
         """
         kept_K = torch.from_numpy(row.loss_mask_T).nonzero().squeeze(-1)
         kept_K = (kept_K if len(kept_K) else torch.zeros(1, dtype=torch.int64)).to(self._device)
-        output = self._model(
+        output = (of or self._model)(
             input_ids=self._to_device(row.input_ids_T)[None],
             # Where positions restart, transformers cuts attention: no sample sees another.
             position_ids=self._to_device(row.position_ids_T)[None],
@@ -185,29 +210,23 @@ class Learner:
         logits_KV = output.logits[0].float() / self._temperature
         logprobs_KV = logits_KV.log_softmax(-1)
         targets_K = self._to_device(row.targets_T)[kept_K]
-        with torch.no_grad():
-            entropy_K = -(logprobs_KV.exp() * logprobs_KV).nan_to_num().sum(-1)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self._loss.entropy_coef > 0):
+            # Of a probability of 0: 0, and no NaN in the gradient either.
+            entropy_K = -(logprobs_KV.exp() * logprobs_KV.clamp(min=-1e5)).sum(-1)
         return logprobs_KV.gather(-1, targets_K[:, None]).squeeze(-1), entropy_K, kept_K
 
-    def _loss_of(self, row: MicroBatch, slots: int) -> tuple[Tensor, TokenSums, Tensor, Tensor, Any]:
+    def _loss_of(
+        self, row: MicroBatch, slots: int, proximal_K: Tensor | None
+    ) -> tuple[LossResult, Tensor, Any]:
+        reference_K = None
+        if self._reference is not None:
+            with torch.no_grad():
+                reference_K = self.logprobs(row, self._reference)[0]
         logprobs_K, entropy_K, kept_K = self.logprobs(row)
-        mask_K = self._to_device(row.loss_mask_T)[kept_K]
-        loss, sums, ratio_max = policy_loss(
-            logprobs_K,
-            self._to_device(row.behaviour_T)[kept_K],
-            self._to_device(row.advantages_T)[kept_K],
-            mask_K,
-            self._to_device(row.lags_T)[kept_K] == 0,
-            self._loss,
-        )
-        measures = np.zeros((slots, 4))
-        if slots:
-            kept = kept_K.cpu().numpy()
-            each = token_measures(
-                logprobs_K.detach().cpu().numpy(), row.behaviour_T[kept], entropy_K.cpu().numpy()
-            )
-            measures = totals_by_slot(np.where(row.loss_mask_T, row.slots_T, -1)[kept], each, slots)
-        return loss, sums, ratio_max, entropy_K.where(mask_K, 0.0).sum(), measures
+        inputs = loss_inputs(row, kept_K, logprobs_K, entropy_K, proximal_K, reference_K)
+        result = policy_loss(inputs, self._loss, self._custom)
+        entropy = entropy_K.detach().where(inputs.mask_T, 0.0).sum()
+        return result, entropy, measured(row, inputs, kept_K, slots)
 
     def optimizer_step(self, stats: StepStats) -> bool:
         """Clip and update, at the next learning rate of the warm-up. False, with weights and optimizer
@@ -264,6 +283,25 @@ class Learner:
 
     # ------------------------------------------------------------ inside
 
+    def _load_reference(self, model: ModelConfig) -> Any:
+        """The frozen policy, as it would be served: weights rounded to bfloat16. Raises ConfigError for a folder
+        without a model, or with another vocabulary."""
+        folder = self._loss.reference or model.path
+        reference = load_causal_lm(Path(folder), dtype=torch.float32, attention=model.attention)
+        rows = reference.get_input_embeddings().weight.shape[0]
+        if rows != self.vocab_size:
+            raise ConfigError(
+                f"loss.reference: the model in {folder} has a vocabulary of {rows} tokens, the policy one of "
+                f"{self.vocab_size}",
+                hint="a reference must be of the same family, with the same tokenizer",
+            )
+        _turn_off_dropout(reference)
+        for parameter in reference.parameters():
+            parameter.requires_grad_(False)
+            parameter.data = parameter.data.bfloat16().to(self._dtype)
+        _shard(reference, self._dtype, self._device, self._group.size, offload=True)
+        return reference
+
     @torch.no_grad()
     def _show_masters(self) -> None:
         """Put the masters, rounded to bfloat16, where the forward pass reads (unless FSDP rounds them
@@ -279,14 +317,16 @@ class Learner:
         return torch.from_numpy(array).to(self._device, non_blocking=True)
 
 
-def _shard(model: Any, dtype: torch.dtype, device: torch.device, ranks: int) -> None:
-    """FSDP2 in place: one unit per decoder layer, one for the rest (embeddings, head, last norm)."""
+def _shard(model: Any, dtype: torch.dtype, device: torch.device, ranks: int, offload: bool = False) -> None:
+    """FSDP2 in place: one unit per decoder layer, one for the rest (embeddings, head, last norm). `offload`: rows in
+    host memory between uses."""
     mesh = init_device_mesh(device.type, (ranks,))
     half = dtype if dtype != torch.float32 else None
     policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
+    place = CPUOffloadPolicy() if offload and device.type != "cpu" else OffloadPolicy()
     for layer in _decoder_layers(model):
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+        fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=place)
+    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=place)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # FSDP averages over ranks by default; ours is a sum, divided by the loss tokens of the whole
@@ -331,29 +371,6 @@ def _adamw(masters: dict[str, DTensor], trainer: TrainerConfig) -> torch.optim.A
             "exp_avg_sq": torch.zeros_like(parameter),
         }
     return optimizer
-
-
-def _stats(
-    sums: TokenSums, entropy: float, grad_norm: float, ratio_max: float, loss_tokens: int
-) -> StepStats:
-    """`sums` as plain numbers, over all ranks."""
-    count = max(loss_tokens, 1)
-    fresh = int(sums.fresh_tokens)
-    return StepStats(
-        loss=float(sums.loss) / count,
-        tokens=int(sums.tokens),
-        grad_norm=grad_norm,
-        ratio_mean=float(sums.ratio) / count,
-        ratio_max=ratio_max,
-        abs_logprob=float(sums.abs_logprob) / count,
-        kl_k3=float(sums.kl_k3) / count,
-        fresh_tokens=fresh,
-        fresh_abs_logprob=float(sums.fresh_abs_logprob) / fresh if fresh else None,
-        fresh_kl_k3=float(sums.fresh_kl_k3) / fresh if fresh else None,
-        masked_positive=float(sums.positive_masked) / max(float(sums.positive), 1.0),
-        masked_negative=float(sums.negative_masked) / max(float(sums.negative), 1.0),
-        entropy=entropy / count,
-    )
 
 
 def _copy(parameter: DTensor) -> Any:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import zmq
 
-from async_rl.algo.losses import LossConfig
+from async_rl.algo.losses import DppoTv
 from async_rl.errors import TrainingError, WaitTimeout
 from async_rl.store import StoreConfig
 from async_rl.store.file import FileStore
@@ -156,7 +156,7 @@ def train_at(address: str, folder: Path, model: Path, settings: dict[str, Any]) 
         store=StoreConfig(),
         model=ModelConfig(path=str(model)),
         trainer=TrainerConfig(**defaults | settings),
-        loss=LossConfig(),
+        loss=DppoTv(),
         weights=WeightsConfig(merge_after_s=60.0),  # a version for every step, however slow the machine
         temperature=1.0,
         orchestrator_address=address,

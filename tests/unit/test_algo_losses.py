@@ -125,7 +125,9 @@ def test_value_and_gradient_equal_the_reference_on_many_more(config, samples):
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 @settings(max_examples=12)
 @given(
-    samples=batches, name=st.sampled_from(NAMES), normalise=st.sampled_from(["token", "sequence", "constant"])
+    samples=batches,
+    name=st.sampled_from(NAMES),
+    normalise=st.sampled_from(["token", "sequence", "constant"]),
 )
 def test_with_a_reference_an_entropy_bonus_and_every_normalisation(estimator, samples, name, normalise):
     config = REGISTRY[name].config(
@@ -169,7 +171,9 @@ def test_nothing_at_a_masked_position_reaches_value_or_gradient(config, bad, dty
     close = {"rtol": 1e-6, "atol": 0.0}  # zeros among the summands may change the order of adding
     assert torch.allclose(clean[0], dirty.total, **close)
     assert torch.equal(clean[1], inputs.logprobs_T.grad[inputs.mask_T])
-    assert not inputs.logprobs_T.grad[~inputs.mask_T].any() and not inputs.entropy_T.grad[~inputs.mask_T].any()
+    assert (
+        not inputs.logprobs_T.grad[~inputs.mask_T].any() and not inputs.entropy_T.grad[~inputs.mask_T].any()
+    )
     assert [s.item() for s in clean[2]] == pytest.approx([s.item() for s in dirty.sums], rel=1e-6)
     assert [s.item() for s in clean[3]] == [s.item() for s in dirty.greatest]
 
@@ -357,7 +361,16 @@ def test_the_sums_are_those_of_plain_loops(samples):
             want["samples"] += 1
             want["sample_weights"] += weight
             want["sample_weight_squares"] += weight**2
-    left_out = ("loss", "positive_masked", "negative_masked", "fresh_tokens", "fresh_abs_logprob", "fresh_kl_k3")
+    left_out = (
+        "loss",
+        "positive_masked",
+        "negative_masked",
+        "fresh_tokens",
+        "fresh_abs_logprob",
+        "fresh_kl_k3",
+    )
     for name in set(want) - set(left_out):
         assert getattr(sums, name).item() == pytest.approx(want[name], rel=1e-9, abs=1e-9), name
-    assert greatest.ratio.item() == pytest.approx(most_ratio) and greatest.kl_k3.item() == pytest.approx(most_k3)
+    assert greatest.ratio.item() == pytest.approx(most_ratio) and greatest.kl_k3.item() == pytest.approx(
+        most_k3
+    )

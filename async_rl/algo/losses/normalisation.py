@@ -1,4 +1,4 @@
-"""By what the sum over tokens is divided: a number of the whole batch, the same on every rank, however it is packed."""
+"""By what the sum over tokens is divided: a number of the whole batch, so the same on every rank."""
 
 from __future__ import annotations
 
