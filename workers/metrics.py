@@ -27,8 +27,8 @@ that do not exist, or are not finite, are null.
     learning_rate                  of this step
     entropy                        of the policy, nats per token
     ratio/mean, /max               pi / mu, each at most 20
-    ess/token, /sequence           effective sample size of the weights pi / mu, as a share: of tokens; of samples, whose
-                                   weight is the product over their tokens
+    ess/token, /sequence           effective sample size of the weights pi / mu, as a share: of tokens; of samples,
+                                   whose weight is the product over their tokens
     chi_square                     mean of (pi / mu - 1)²: chi-square divergence
     clip/positive, /negative       part of the tokens that the loss masked, clipped or truncated, by the sign of their
                                    advantage
@@ -47,8 +47,8 @@ that do not exist, or are not finite, are null.
 
     tokens_per_s                   loss tokens over the time of the step
     waiting                        part of the step's time that was a wait for a batch
-    mfu                            model FLOPs over what the devices can do, while they computed; null where that is not
-                                   known (trainer.peak_tflops)
+    mfu                            model FLOPs over what the devices can do, while they computed; null where that is
+                                   not known (trainer.peak_tflops)
     time/step_s                    the whole step, and its parts:
     time/wait_batch_s              for a batch from the orchestrator
     time/forward_backward_s

@@ -60,9 +60,8 @@ def group_advantages(rewards_S: Sequence[float]) -> Floats:
 
 def batch_advantages(rewards_GS: Sequence[Sequence[float]], config: AdvantageConfig) -> list[Floats]:
     """Of each group, float32 [S]. Raises ValueError as `group_advantages` does."""
-    if config.estimator == "global":
-        everything = [reward for rewards_S in rewards_GS for reward in rewards_S]
-        flat = group_advantages(everything) if everything else np.zeros(0, np.float32)
+    if config.estimator == "global" and rewards_GS:
+        flat = group_advantages([reward for rewards_S in rewards_GS for reward in rewards_S])
         return np.split(flat, np.cumsum([len(rewards_S) for rewards_S in rewards_GS])[:-1])
     return [_of_group(rewards_S, config.estimator) for rewards_S in rewards_GS]
 

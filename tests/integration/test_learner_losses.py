@@ -1,5 +1,5 @@
-"""Every loss through the learner: gradients that depend on neither packing nor ranks and are those of a plain loop over
-samples; the frozen reference; a loss of one's own; several updates per step."""
+"""Every loss through the learner: gradients that depend on neither packing nor ranks, and are those of a plain loop
+over samples; the frozen reference; a loss of one's own; several updates per step."""
 
 from __future__ import annotations
 

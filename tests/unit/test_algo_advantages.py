@@ -74,7 +74,7 @@ def reference(groups: list[list[float]], estimator: str) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("estimator", ["group_mean", "group_mean_std", "leave_one_out", "global"])
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(groups=st.lists(st.lists(st.floats(-10, 10), min_size=1, max_size=6), max_size=5))
 def test_each_estimator_is_its_formula(estimator: str, groups: list[list[float]]):
     for found, wanted in zip(advantages(groups, estimator), reference(groups, estimator), strict=True):

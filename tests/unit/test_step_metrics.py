@@ -30,7 +30,7 @@ def stats(log_ratios: list[list[float]], grad_norm: float = 1.0) -> StepStats:
         torch.ones(count, dtype=torch.float64),
         torch.ones(count, dtype=torch.bool),
         torch.zeros(count, dtype=torch.int64),
-        torch.tensor([i for i, sample in enumerate(log_ratios) for _ in sample]),
+        torch.tensor([i for i, sample in enumerate(log_ratios) for _ in sample], dtype=torch.int64),
         len(log_ratios),
     )
     result = policy_loss(inputs, DppoTv())
