@@ -15,8 +15,11 @@ from async_rl.algo.losses import (
     LossInputs,
     TokenLoss,
     Totals,
+    by_token,
     denominator,
+    part_of,
     policy_loss,
+    total_of,
     totals_of,
 )
 from async_rl.algo.losses.sequences import Gspo
@@ -141,10 +144,14 @@ def test_with_a_reference_an_entropy_bonus_and_every_normalisation(estimator, sa
 
 
 @every_loss
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("gap", [1e4, -1e4, INF, -INF, "both"])
-@pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
-def test_the_widest_gaps_are_finite_and_right(config, dtype, gap, advantage):
+def test_the_widest_gaps_are_finite_and_right(config, gap):
+    for dtype in (torch.float32, torch.float64):
+        for advantage in (1.0, -1.0, 0.0):
+            check_gap(config, gap, advantage, dtype)
+
+
+def check_gap(config, gap, advantage, dtype):
     lp, lm = {"both": (-INF, -INF), INF: (-1e-3, -INF), -INF: (-INF, -1e-3)}.get(
         gap, (-1e-3, -1e-3 - gap) if gap == 1e4 else (-1e4, -1e-3)
     )
@@ -158,9 +165,13 @@ def test_the_widest_gaps_are_finite_and_right(config, dtype, gap, advantage):
 
 
 @every_loss
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("bad", [NAN, INF, -INF, 1e30])
-def test_nothing_at_a_masked_position_reaches_value_or_gradient(config, bad, dtype):
+def test_nothing_at_a_masked_position_reaches_value_or_gradient(config, bad):
+    for dtype in (torch.float32, torch.float64):
+        check_mask(config, bad, dtype)
+
+
+def check_mask(config, bad, dtype):
     samples = [[Token(-0.5, -0.6, 1.0, 1, -0.55, -0.7), Token(-2.0, -1.0, 1.0, 3, -1.5, -3.0)], []]
     samples.append([Token(-0.1, -1.2, -1.0, 1, -0.15, -0.7)])
     config = type(config)(reference_coef=0.1, entropy_coef=0.1, name=config.name)
@@ -217,6 +228,22 @@ def test_calls_that_share_out_the_samples_add_up_to_one_call(config, samples, da
     assert torch.cat([part[1] for part in parts]).tolist() == pytest.approx(whole[1].tolist(), rel=1e-9)
     for name, value in whole[2]._asdict().items():
         assert sum(getattr(part[2], name).item() for part in parts) == pytest.approx(value.item(), rel=1e-6)
+
+
+@every_loss
+@settings(max_examples=6)
+@given(samples=batches, cut=st.integers(0, 16))
+def test_a_loss_by_token_may_be_computed_in_any_parts(config, samples, cut):
+    config = type(config)(normalise="token", reference_coef=0.1, entropy_coef=0.1, name=config.name)
+    assert by_token(config) == (config.name not in ("gspo", "tis_sequence"))
+    assert not by_token(type(config)(normalise="sequence", name=config.name))
+    if by_token(config):
+        whole = inputs_of(samples)
+        parts = [
+            total_of(part_of(whole, k, whole.logprobs_T[k], whole.entropy_T[k]), config)
+            for k in (slice(0, cut), slice(cut, None))
+        ]
+        assert sum(parts).item() == pytest.approx(policy_loss(whole, config).total.item(), abs=1e-9)
 
 
 # ---------------------------------------------------------------- what makes each of them itself

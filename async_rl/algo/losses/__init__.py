@@ -19,12 +19,12 @@ from __future__ import annotations
 
 from async_rl.algo.losses.cautions import cautions
 from async_rl.algo.losses.config import LossConfig
-from async_rl.algo.losses.inputs import LossInputs, TokenLoss
+from async_rl.algo.losses.inputs import LossInputs, TokenLoss, part_of
 from async_rl.algo.losses.normalisation import Totals, denominator, totals_of
-from async_rl.algo.losses.registry import LOSSES, REGISTRY, needs_proximal
+from async_rl.algo.losses.registry import LOSSES, REGISTRY, by_token, needs_proximal
 from async_rl.algo.losses.statistics import Greatest, TokenSums
 from async_rl.algo.losses.tokens import DppoTv
-from async_rl.algo.losses.total import LossResult, policy_loss
+from async_rl.algo.losses.total import LossResult, policy_loss, total_of
 
 __all__ = [
     "LOSSES",
@@ -37,9 +37,12 @@ __all__ = [
     "TokenLoss",
     "TokenSums",
     "Totals",
+    "by_token",
     "cautions",
     "denominator",
     "needs_proximal",
+    "part_of",
     "policy_loss",
+    "total_of",
     "totals_of",
 ]

@@ -14,6 +14,7 @@ __all__ = [
     "TokenLoss",
     "cleaned",
     "log_ratio",
+    "part_of",
     "sample_sums",
     "sample_tokens",
 ]
@@ -66,6 +67,23 @@ def cleaned(inputs: LossInputs) -> LossInputs:
         proximal_T=None if proximal_T is None else logprobs(proximal_T).detach(),
         reference_T=None if reference_T is None else logprobs(reference_T).detach(),
         entropy_T=None if entropy_T is None else entropy_T.where(mask_T, 0.0),
+    )
+
+
+def part_of(inputs: LossInputs, part: slice, logprobs_T: Tensor, entropy_T: Tensor | None) -> LossInputs:
+    """The tokens of `part`, with these logprobs and entropies of theirs, for a loss of which `by_token` is true."""
+    proximal_T, reference_T = inputs.proximal_T, inputs.reference_T
+    return LossInputs(
+        logprobs_T,
+        inputs.behaviour_T[part],
+        inputs.advantages_T[part],
+        inputs.mask_T[part],
+        inputs.lags_T[part],
+        inputs.samples_T[part],
+        inputs.samples,
+        None if proximal_T is None else proximal_T[part],
+        None if reference_T is None else reference_T[part],
+        entropy_T,
     )
 
 

@@ -11,7 +11,7 @@ from async_rl.algo.losses.custom import Custom
 from async_rl.algo.losses.inputs import LossInputs, TokenLoss
 from async_rl.config import Choice
 
-__all__ = ["LOSSES", "REGISTRY", "Loss", "LossFunction", "needs_proximal"]
+__all__ = ["LOSSES", "REGISTRY", "Loss", "LossFunction", "by_token", "needs_proximal"]
 
 LossFunction = Callable[[LossInputs, Any], TokenLoss]
 
@@ -44,6 +44,13 @@ LOSSES = Choice(
     "name", {name: loss.config for name, loss in REGISTRY.items()} | {"custom": Custom}, _name_in
 )
 """The section `[loss]`."""
+
+
+def by_token(config: LossConfig) -> bool:
+    """Whether the total may be computed over any part of the tokens at a time: no token's loss depends on another's
+    logprob, nor its weight on how many tokens its sample has."""
+    whole = isinstance(config, sequences.Gspo | sequences.TisSequence | Custom)
+    return not whole and config.normalise != "sequence"
 
 
 def needs_proximal(config: LossConfig) -> bool:
