@@ -275,6 +275,22 @@ def test_the_proximal_policy_is_the_one_before_the_first_update(model: Path, gro
     assert clipped(IcePop(ratio_high=1e9)) > 0.1
 
 
+def test_several_updates_from_a_restored_state_give_the_same_bits(model: Path, group: RankGroup):
+    """What a resume does: the proximal policy is made again from what the checkpoint holds, not remembered."""
+    settings = {"minibatches": 3, "microbatch_tokens": 40, "loss": Decoupled(reference_coef=0.1)}
+    first, second = near_samples(model, 9, seed=1), near_samples(model, 9, seed=2)
+    learner = make_learner(model, group, **settings)
+    train_batch(learner, group, first, learner_settings(learner))
+    resumed = make_learner(model, group, **settings)
+    for name, row in resumed.rows().items():
+        for piece in ("param", "exp_avg", "exp_avg_sq"):
+            getattr(row, piece).copy_(getattr(learner.rows()[name], piece))
+    resumed.restored(learner.updates)
+    stats = [train_batch(each, group, second, learner_settings(each)).stats for each in (learner, resumed)]
+    assert stats[0] == stats[1]
+    assert all(torch.equal(value, bits(learner)[name]) for name, value in bits(resumed).items())
+
+
 def test_only_the_first_update_measures_workers(model: Path, group: RankGroup):
     samples = [
         dataclasses.replace(s, slots_C=np.full(len(s.tokens_C), i % 2))
