@@ -203,6 +203,13 @@ def _train(
         updates = train_batch(learner, group, trained.samples, trainer, len(trained.slots), clock.lap)
         feed.checked(step, trained.slots, updates.stats.measured)
         applied = updates.made > 0
+        if 0 < updates.made < updates.wanted:
+            log.warning(
+                "some of the step's updates were refused: loss or gradient not finite, or no loss token",
+                step=step + 1,
+                made=updates.made,
+                wanted=updates.wanted,
+            )
 
         # A refused step is a step all the same: its groups are consumed, or a replay would meet them for
         # ever.

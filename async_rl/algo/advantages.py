@@ -33,7 +33,7 @@ class AdvantageConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """group_mean: A = r - mean of the group. No division by the group's deviation: it would give the groups that are
     nearly solved or nearly hopeless, whose deviation is small, the largest weight (Dr. GRPO, arXiv 2503.20783,
     section 3).
-    group_mean_std: A = (r - mean) / (deviation + 1e-4), GRPO's own (arXiv 2402.03300, equation 3).
+    group_mean_std: A = (r - mean) / (deviation + 1e-4), GRPO's own (arXiv 2402.03300, section 4.1.2).
     leave_one_out: A = r - mean of the *others*, unbiased (RLOO, arXiv 2402.14740): group_mean times n / (n - 1).
     global: A = r - mean of the whole batch: no group needed, more variance; mind orchestrator.drop_no_signal."""
     truncated: Literal["keep", "mask", "penalty"] = "keep"
