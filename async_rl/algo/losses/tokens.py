@@ -141,8 +141,8 @@ def proximal_logprobs(inputs: LossInputs, how: str) -> Tensor:
     """[T], without gradient. recomputed: those given, or pi's own where there were no updates since.
 
     interpolated: log prox = log mu + lag / (lag + 1) (log pi - log mu): the step's update leads from `lag` to
-    `lag + 1` steps after mu, and log probabilities are taken to move evenly (A-3PO, arXiv 2512.06547, whose alpha = 1/d
-    on mu counts d from the policy that the step makes: d = lag + 1).
+    `lag + 1` steps after mu, and log probabilities are taken to move evenly (A-3PO, arXiv 2512.06547, whose weight
+    1/d of mu counts d from the policy that the step makes: d = lag + 1).
     """
     log_pi_T = inputs.logprobs_T.detach()
     if how == "interpolated":
