@@ -89,9 +89,12 @@ def _centred(rewards_S: Sequence[float]) -> np.ndarray[Any, np.dtype[np.float64]
 
 def overlong_penalty(tokens: int, max_tokens: int, config: AdvantageConfig) -> float:
     """What is added to the reward of a sample of so many tokens: 0 up to the buffer, then linear, down to
-    -overlong_penalty at max_tokens (DAPO, equation 13). 0 where `truncated` is something else."""
+    -overlong_penalty at max_tokens (DAPO, equation 13). 0 where `truncated` is something else. Raises ValueError
+    where there is no max_tokens."""
     if config.truncated != "penalty":
         return 0.0
+    if max_tokens < 1:
+        raise ValueError('advantage.truncated = "penalty" needs max_tokens of the sampling')
     buffer = config.overlong_buffer * max_tokens
     over = (tokens - (max_tokens - buffer)) / buffer
     return -config.overlong_penalty * min(max(over, 0.0), 1.0)

@@ -106,3 +106,5 @@ def test_the_overlong_penalty_grows_over_the_buffer_only():
     told = [overlong_penalty(tokens, 100, config) for tokens in (1, 80, 85, 90, 100, 120)]
     assert told == pytest.approx([0.0, 0.0, -0.125, -0.25, -0.5, -0.5])
     assert overlong_penalty(100, 100, AdvantageConfig()) == 0.0
+    with pytest.raises(ValueError, match="max_tokens"):
+        overlong_penalty(100, 0, config)

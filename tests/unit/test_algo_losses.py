@@ -340,7 +340,9 @@ def test_the_sum_is_divided_by_a_number_of_the_whole_batch():
     assert denominator(DppoTv(normalise="constant"), totals, 256) == 512
     assert denominator(DppoTv(normalise="constant", length_budget=100), totals, 256) == 200
     for how in ("token", "sequence", "constant"):
-        assert denominator(DppoTv(normalise=how), Totals(0, 0), 0) == 1
+        assert denominator(DppoTv(normalise=how), Totals(0, 0), 1) == 1
+    with pytest.raises(ValueError, match="length_budget"):
+        denominator(DppoTv(normalise="constant"), totals, 0)
 
 
 def test_the_settings_that_stand_in_the_docs_are_the_defaults():

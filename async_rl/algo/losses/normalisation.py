@@ -41,10 +41,15 @@ def weighted(loss_T: Tensor, inputs: LossInputs, config: LossConfig) -> Tensor:
 
 
 def denominator(config: LossConfig, totals: Totals, max_tokens: int) -> float:
-    """Never 0. `max_tokens`: of a sample, as sampled."""
+    """Never 0. `max_tokens`: of a sample, as sampled. Raises ValueError where normalise = "constant" has no length."""
     if config.normalise == "token":
         return float(max(totals.tokens, 1))
     samples = max(totals.samples, 1)
     if config.normalise == "sequence":
         return float(samples)
-    return float(samples * max(config.length_budget or max_tokens, 1))
+    length = config.length_budget or max_tokens
+    if length < 1:
+        raise ValueError(
+            'loss.normalise = "constant" needs loss.length_budget, or max_tokens of the sampling'
+        )
+    return float(samples * length)
