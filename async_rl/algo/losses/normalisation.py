@@ -41,7 +41,7 @@ def weighted(loss_T: Tensor, inputs: LossInputs, config: LossConfig) -> Tensor:
 
 
 def denominator(config: LossConfig, totals: Totals, max_tokens: int) -> float:
-    """Never 0. `max_tokens`: of a sample, as sampled. Raises ValueError where normalise = "constant" has no length."""
+    """Never 0. `max_tokens`: of a sample, as sampled. Raises ValueError where "constant" has no length."""
     if config.normalise == "token":
         return float(max(totals.tokens, 1))
     samples = max(totals.samples, 1)
