@@ -17,6 +17,7 @@ from async_rl.algo.losses.custom import Custom
 from async_rl.algo.losses.tokens import Decoupled, DppoTv, IcePop, Reinforce
 from async_rl.algo.packing import TrainSample
 from async_rl.errors import ConfigError
+from async_rl.store.file import FileStore
 from tests.integration.test_learner import alone, assert_same, bits, rounded_model
 from tests.learner_support import (
     CPU,
@@ -25,9 +26,12 @@ from tests.learner_support import (
     make_learner,
     make_samples,
     on_ranks,
+    save_checkpoint,
     save_tiny_model,
     share,
 )
+from workers import checkpoints
+from workers.checkpoints import Progress
 from workers.learner import Learner
 from workers.process_group import RankGroup, rank_group
 from workers.updates import minibatches_of, train_batch
@@ -161,7 +165,17 @@ def _two_ranks(group: RankGroup, model: Path, other: Path, folder: Path) -> None
 # ---------------------------------------------------------------- the reference
 
 
-def test_the_reference_is_the_initial_policy_and_stays_it(model: Path, group: RankGroup):
+def resumed(learner: Learner, model: Path, group: RankGroup, folder: Path, **settings) -> Learner:
+    """Another learner, from a checkpoint of this one."""
+    store = FileStore(f"file://{folder / 'run'}")
+    checkpoint = save_checkpoint(store, group, learner, Progress(1, 1, 0, 0, learner.updates))
+    again = make_learner(model, group, **settings)
+    checkpoints.restore(store, checkpoint, 0, again.rows())
+    again.restored(learner.updates)
+    return again
+
+
+def test_the_reference_is_the_initial_policy_and_stays_it(model: Path, group: RankGroup, tmp_path: Path):
     loss = DppoTv(reference_coef=0.1)
     learner = make_learner(model, group, loss=loss)
     batch = share(near_samples(model, 8), 64, group)
@@ -170,10 +184,7 @@ def test_the_reference_is_the_initial_policy_and_stays_it(model: Path, group: Ra
     learner.optimizer_step(first)
     after = learner.forward_backward(*batch)
     assert after.reference_kl > 0.0
-    again = make_learner(model, group, loss=loss)  # a resume: the policy is restored, the reference loaded
-    for name, row in again.rows().items():
-        row.param.copy_(learner.rows()[name].param)
-    again.restored(1)
+    again = resumed(learner, model, group, tmp_path, loss=loss)
     assert again.forward_backward(*batch).reference_kl == pytest.approx(after.reference_kl, rel=1e-6)
 
 
@@ -281,20 +292,18 @@ def test_the_proximal_policy_is_the_one_before_the_first_update(model: Path, gro
     assert clipped(IcePop(ratio_high=1e9)) > 0.1
 
 
-def test_several_updates_from_a_restored_state_give_the_same_bits(model: Path, group: RankGroup):
+def test_several_updates_from_a_checkpoint_give_the_same_bits(
+    model: Path, group: RankGroup, tmp_path: Path
+):
     """What a resume does: the proximal policy is made again from what the checkpoint holds, not remembered."""
     settings = {"minibatches": 3, "microbatch_tokens": 40, "loss": Decoupled(reference_coef=0.1)}
     first, second = near_samples(model, 9, seed=1), near_samples(model, 9, seed=2)
     learner = make_learner(model, group, **settings)
     train_batch(learner, group, first, learner_settings(learner))
-    resumed = make_learner(model, group, **settings)
-    for name, row in resumed.rows().items():
-        for piece in ("param", "exp_avg", "exp_avg_sq"):
-            getattr(row, piece).copy_(getattr(learner.rows()[name], piece))
-    resumed.restored(learner.updates)
-    stats = [train_batch(each, group, second, learner_settings(each)).stats for each in (learner, resumed)]
+    again = resumed(learner, model, group, tmp_path, **settings)
+    stats = [train_batch(each, group, second, learner_settings(each)).stats for each in (learner, again)]
     assert stats[0] == stats[1]
-    assert all(torch.equal(value, bits(learner)[name]) for name, value in bits(resumed).items())
+    assert all(torch.equal(value, bits(learner)[name]) for name, value in bits(again).items())
 
 
 def test_only_the_first_update_measures_workers(model: Path, group: RankGroup):
