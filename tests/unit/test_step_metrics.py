@@ -37,7 +37,7 @@ def stats(log_ratios: list[list[float]], grad_norm: float = 1.0) -> StepStats:
     return stats_of(
         type(result.sums)(*(value.item() for value in result.sums)),
         Greatest(*(value.item() for value in result.greatest)),
-        loss=result.sums.loss.item() / count,
+        loss=result.sums.loss.item() / max(count, 1),
         entropy=2.0 * count,
         grad_norm=grad_norm,
         tokens=count,
