@@ -54,8 +54,8 @@ class Utilisation:
         experts = getattr(config, "num_experts", 0) or getattr(config, "num_local_experts", 0) or 0
         chosen = getattr(config, "num_experts_per_tok", 0) or 0
         share = chosen / experts if experts and chosen else 1.0
-        embedded = model.get_input_embeddings().weight
-        outer = {id(embedded), id(model.get_output_embeddings().weight)}
+        embedded, head = model.get_input_embeddings().weight, model.get_output_embeddings()
+        outer = {id(embedded), id(getattr(head, "weight", None))}
         body = sum(
             p.numel() * (share if ".experts." in name else 1.0)
             for name, p in model.named_parameters()
