@@ -1,26 +1,29 @@
 """The policy being trained: FSDP2 over any number of ranks, float32 master weights, bfloat16 forward.
 
-    stats = learner.forward_backward(micro_batches, loss_tokens)   gradients of the whole batch, on every rank's rows
-    learner.optimizer_step(stats)                                  clip, update; refused if anything is not finite
+    stats = learner.forward_backward(micro_batches, totals)   gradients of the whole batch, on every rank's rows
+    learner.optimizer_step(stats)                             clip, update; refused if anything is not finite
 
 One rank takes the same path as many. Each decoder layer is one FSDP unit, sharded by rows; gradients are
-summed over ranks in float32 and never averaged: the loss is already divided by the loss tokens of the whole
-batch, which every rank knows because every rank packs the whole batch. So gradients depend on neither
-packing nor ranks, but for rounding.
+summed over ranks in float32 and never averaged: the loss is already divided by a number of the whole batch,
+which every rank knows because every rank packs the whole batch. So gradients depend on neither packing nor
+ranks, but for rounding.
 
 Agreement with the engine. Engines sample with weights rounded to bfloat16, so the forward pass must see
 exactly those. With bfloat16 products FSDP rounds the float32 masters as it gathers them. Without (a CPU
 that lacks bfloat16 instructions emulates them six times slower than float32), the module holds the rounded
 values in float32 and the masters lie beside it (masters.py; sharding.py, optimizers.py).
 
-Legend: T tokens of a micro-batch, K of them loss tokens, k some of these.
+The frozen reference of a KL term is a second model, sharded alike; on a GPU its rows lie in host memory, and FSDP
+fetches a layer at a time.
+
+Legend: T tokens of a micro-batch, K of them loss tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,49 +32,35 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from async_rl.algo.losses import LossConfig, TokenSums, policy_loss
-from async_rl.algo.mismatch import token_measures, totals_by_slot
+from async_rl.algo.losses import (
+    Greatest,
+    LossConfig,
+    LossResult,
+    TokenSums,
+    Totals,
+    by_token,
+    denominator,
+    needs_proximal,
+    part_of,
+    policy_loss,
+    total_of,
+)
 from async_rl.algo.packing import MicroBatch
+from async_rl.errors import ConfigError
+from workers.custom_loss import custom_function
 from workers.head import HeadSettings, LogitMap
 from workers.masters import Adapters, Masters, WholeMasters, adapted, local
 from workers.optimizers import OptimizerRows, make_optimizer, optimizer_rows, set_updates
 from workers.policy import Ask, Policy, Scores
 from workers.pretrained import load_causal_lm
 from workers.process_group import RankGroup
+from workers.row_inputs import loss_inputs, measured
 from workers.settings import ModelConfig, TrainerConfig
 from workers.sharding import decoder_layers, place, shard
+from workers.stats import StepStats, stats_of
+from workers.utilisation import Utilisation, peak_of
 
 __all__ = ["Learner", "StepStats", "compute_dtype", "warmup_factor"]
-
-SUMS_OVER_TOKENS = frozenset({"dppo_tv"})
-"""Losses in which a token's part depends on no other token's log-probability: their gradients are made together with
-the log-probabilities (head.token_loss)."""
-
-
-@dataclass(frozen=True)
-class StepStats:
-    """Of one batch, over all ranks; means are over loss tokens. `fresh_*` see TokenSums, None without such
-    tokens."""
-
-    loss: float
-    tokens: int
-    grad_norm: float  # before clipping
-    ratio_mean: float
-    ratio_max: float
-    abs_logprob: float
-    kl_k3: float
-    fresh_tokens: int
-    fresh_abs_logprob: float | None
-    fresh_kl_k3: float | None
-    masked_positive: float  # of the tokens with a positive advantage, the part outside the trust region
-    masked_negative: float
-    entropy: float  # of the policy, nats per token
-    measured: tuple[tuple[float, ...], ...] = ()
-    """Of each slot: tokens, and the sums of kl, ratio and surprise (algo/mismatch.py)."""
-
-    @property
-    def finite(self) -> bool:
-        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
 def compute_dtype(wanted: str, device: torch.device) -> torch.dtype:
@@ -102,14 +91,18 @@ class Learner:
         temperature: float,
         group: RankGroup,
         device: torch.device,
+        max_tokens: int = 0,
     ) -> None:
-        """Collective. Raises ConfigError for a folder without a model. `temperature` is the sampling's."""
+        """Collective. Raises ConfigError for a folder without a model, and for a custom loss that is none.
+        `temperature` and `max_tokens` (per sample) are the sampling's."""
         self._trainer, self._loss, self._temperature = trainer, loss, temperature
+        self._max_tokens, self._custom = max_tokens, custom_function(loss)
         self._group, self._device = group, device
         self._dtype = compute_dtype(model.dtype, device)
         self._model = load_causal_lm(Path(model.path), dtype=torch.float32, attention=model.attention)
         self.vocab_size: int = self._model.get_input_embeddings().weight.shape[0]
         _turn_off_dropout(self._model)
+        self._router_coef = _router_coef(self._model)
         if model.activation_checkpointing:
             self._model.gradient_checkpointing_enable({"use_reentrant": False})
             self._model.train()  # transformers checkpoints only then; dropout is off anyway
@@ -117,32 +110,39 @@ class Learner:
         if model.compile:
             for layer in decoder_layers(self._model):
                 layer.compile()
-        self._policy = Policy(
-            self._model, _head_settings(trainer, temperature, device), whole=trainer.head == "logits"
-        )
         self._placement = place(device, group.size, trainer.replicas)
-        shard(self._policy, self._model, self._placement, self._dtype, offload=trainer.offload == "all")
+        self._policy = self._sharded(self._model, offload=trainer.offload == "all")
 
         self._seen: dict[str, DTensor] = dict(self._model.named_parameters())
-        on_host = trainer.offload != "none"
-        self._masters: Masters
-        if targets:
-            self._masters = Adapters(
-                self._seen,
-                targets,
-                self._placement,
-                rank=model.lora_rank,
-                alpha=model.lora_alpha,
-                on_host=on_host,
-            )
-        else:
-            self._masters = WholeMasters(self._seen, self._dtype, on_host=on_host)
+        self._masters = self._make_masters(model, targets)
         self._gradients: dict[str, DTensor] = {}  # of the masters
         self.updates = 0  # of the optimizer: steps less refused ones
         self._optimizer = make_optimizer(self._masters.tensors, trainer)
         self._round_frozen()
         self._masters.show()
         self._policy.check(device)
+        peak = peak_of(device, self._dtype, trainer.peak_tflops)
+        self.utilisation = Utilisation.of(self._model, peak, group.size)
+        self._reference = self._load_reference(model) if loss.reference_coef else None
+
+    def _sharded(self, model: Any, *, offload: bool) -> Policy:
+        settings = _head_settings(self._trainer, self._temperature, self._device)
+        policy = Policy(model, settings, whole=self._trainer.head == "logits")
+        shard(policy, model, self._placement, self._dtype, offload=offload)
+        return policy
+
+    def _make_masters(self, model: ModelConfig, targets: Sequence[str]) -> Masters:
+        on_host = self._trainer.offload != "none"
+        if not targets:
+            return WholeMasters(self._seen, self._dtype, on_host=on_host)
+        return Adapters(
+            self._seen,
+            targets,
+            self._placement,
+            rank=model.lora_rank,
+            alpha=model.lora_alpha,
+            on_host=on_host,
+        )
 
     def parameters(self) -> dict[str, DTensor]:
         """Hugging Face names to sharded parameters; rounded to bfloat16 they are what the forward pass
@@ -152,88 +152,114 @@ class Learner:
     # ------------------------------------------------------------ one step
 
     def forward_backward(
-        self, micro_batches: Sequence[MicroBatch], loss_tokens: int, slots: int = 0
+        self,
+        micro_batches: Sequence[MicroBatch],
+        totals: Totals,
+        slots: int = 0,
+        proximal: Sequence[Tensor] | None = None,
     ) -> StepStats:
         """Gradients and statistics of one batch. Collective: this rank's micro-batches, as many as on every
         rank.
 
-        `loss_tokens` and `slots` of the whole batch, all ranks. Gradients of an earlier batch are forgotten.
+        `totals` and `slots` of the whole batch, all ranks. `proximal`: of each micro-batch, as `frozen_logprobs`
+        gave them. Gradients of an earlier batch are forgotten.
         """
         self._forget()
+        divisor = denominator(self._loss, totals, self._max_tokens)
         sums = torch.zeros(len(TokenSums._fields) + 1, dtype=torch.float64)
-        greatest = torch.zeros(1, dtype=torch.float64)
-        measured = np.zeros((slots, 4))
-        for row in micro_batches:
-            loss, token_sums, ratio_max, entropy, measures = self._loss_of(row, slots)
-            (loss / max(loss_tokens, 1)).backward()  # type: ignore[no-untyped-call]
-            sums += torch.stack([value.double() for value in (*token_sums, entropy)]).cpu()
-            greatest = torch.maximum(greatest, ratio_max.double().cpu())
-            measured += measures
+        greatest = torch.zeros(len(Greatest._fields), dtype=torch.float64)
+        by_slot = np.zeros((slots, 4))
+        for index, row in enumerate(micro_batches):
+            result, entropy, measures, aux = self._loss_of(
+                row, slots, proximal[index] if proximal else None
+            )
+            total = result.total / divisor
+            if aux is not None:
+                total = total + aux * (int(row.loss_mask_T.sum()) / max(totals.tokens, 1))
+            total.backward()  # type: ignore[no-untyped-call]
+            sums += torch.stack([value.double() for value in (*result.sums, entropy)]).cpu()
+            greatest = torch.maximum(
+                greatest, torch.stack([value.double() for value in result.greatest]).cpu()
+            )
+            by_slot += measures
         self._gradients = self._masters.gradients()
         squares = torch.zeros((), dtype=torch.float64)
         if self._placement.replica == 0:  # the other copies have the same gradients
             for gradient in self._gradients.values():
                 squares += local(gradient).double().square().sum().cpu()
-        sums = torch.cat([sums, squares.reshape(1), torch.from_numpy(measured).reshape(-1)])
+        sums = torch.cat([sums, squares.reshape(1), torch.from_numpy(by_slot).reshape(-1)])
         self._group.sum(sums)
         self._group.max(greatest)
         *token_values, entropy_sum, square_sum = sums[: len(TokenSums._fields) + 2].tolist()
-        stats = _stats(
-            TokenSums(*token_values), entropy_sum, math.sqrt(square_sum), float(greatest), loss_tokens
+        by_token = TokenSums(*token_values)
+        stats = stats_of(
+            by_token,
+            Greatest(*greatest.tolist()),
+            loss=float(by_token.loss) / divisor,
+            entropy=entropy_sum,
+            grad_norm=math.sqrt(square_sum),
+            tokens=totals.tokens,
         )
-        by_slot = sums[len(TokenSums._fields) + 2 :].reshape(slots, 4).tolist()
-        return replace(stats, measured=tuple(map(tuple, by_slot)))
+        slot_sums = sums[len(TokenSums._fields) + 2 :].reshape(slots, 4).tolist()
+        return replace(stats, measured=tuple(map(tuple, slot_sums)))
 
-    def logprobs(self, row: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
+    @property
+    def wants_proximal(self) -> bool:
+        return needs_proximal(self._loss)
+
+    @torch.no_grad()
+    def frozen_logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Of each micro-batch [K], of the policy as it is now. Collective."""
+        return [self.logprobs(row)[0] for row in micro_batches]
+
+    def logprobs(self, row: MicroBatch, of: Policy | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """log pi of the targets at the loss tokens, float32 [K]; entropy there [K]; the indices of these
-        tokens [K].
+        tokens [K]. `of`: another model than the policy. The entropy has a gradient where the loss has a bonus for it.
 
         A row without loss tokens gives its first token, so that the pass still has something to go backward
         from.
         """
         ask = self._ask(row)
-        scores = self._scores(row, ask)
+        scores = self._scores(row, ask, of)
         return scores.logprobs_K, scores.entropy_K, ask.kept_K
 
     def _ask(self, row: MicroBatch) -> Ask:
         kept_K = torch.from_numpy(row.loss_mask_T).nonzero().squeeze(-1)
         kept_K = (kept_K if len(kept_K) else torch.zeros(1, dtype=torch.int64)).to(self._device)
-        return Ask(kept_K, self._to_device(row.targets_T)[kept_K])
+        targets_K = self._to_device(row.targets_T)[kept_K]
+        return Ask(kept_K, targets_K, entropy_gradient=self._loss.entropy_coef > 0)
 
-    def _scores(self, row: MicroBatch, ask: Ask) -> Scores:
-        scores: Scores = self._policy(
-            self._to_device(row.input_ids_T), self._to_device(row.position_ids_T), ask
-        )
+    def _scores(self, row: MicroBatch, ask: Ask, of: Policy | None = None) -> Scores:
+        policy = of or self._policy
+        scores: Scores = policy(self._to_device(row.input_ids_T), self._to_device(row.position_ids_T), ask)
         if not torch.is_grad_enabled():
-            self._policy.give_back()  # what a backward pass would have given back
+            policy.give_back()  # what a backward pass would have given back
         return scores
 
-    def _loss_of(self, row: MicroBatch, slots: int) -> tuple[Tensor, TokenSums, Tensor, Tensor, Any]:
+    def _loss_of(
+        self, row: MicroBatch, slots: int, proximal_K: Tensor | None
+    ) -> tuple[LossResult, Tensor, Any, Tensor | None]:
+        """The loss and its statistics, the entropy, what the slots measure, what the routers of a mixture add."""
+        reference_K = None
+        if self._reference is not None:
+            with torch.no_grad():
+                reference_K = self.logprobs(row, self._reference)[0]
         ask = self._ask(row)
-        kept_K = ask.kept_K
-        mask_K = self._to_device(row.loss_mask_T)[kept_K]
-        behaviour_K = self._to_device(row.behaviour_T)[kept_K]
-        advantages_K = self._to_device(row.advantages_T)[kept_K]
-        fresh_K = self._to_device(row.lags_T)[kept_K] == 0
-
-        def loss_of(logprobs_k: Tensor, k: slice) -> tuple[Tensor, TokenSums, Tensor]:
-            return policy_loss(
-                logprobs_k, behaviour_K[k], advantages_K[k], mask_K[k], fresh_K[k], self._loss
+        nothing_K = torch.zeros(len(ask.kept_K), device=self._device)
+        known = loss_inputs(row, ask.kept_K, nothing_K, nothing_K, proximal_K, reference_K)
+        if by_token(self._loss):
+            # A token's gradient is known as soon as its logprob is: made together with it, logits are computed once.
+            ask.loss_of = lambda logprobs_k, entropy_k, k: total_of(
+                part_of(known, k, logprobs_k, entropy_k), self._loss
             )
-
-        if self._loss.name in SUMS_OVER_TOKENS:
-            ask.loss_of = lambda logprobs_k, entropy_k, k: loss_of(logprobs_k, k)[0]
-        logprobs_K, entropy_K, fused, _ = self._scores(row, ask)
-        loss, sums, ratio_max = loss_of(logprobs_K, slice(None))
-        loss = loss if fused is None else fused
-        measures = np.zeros((slots, 4))
-        if slots:
-            kept = kept_K.cpu().numpy()
-            each = token_measures(
-                logprobs_K.detach().cpu().numpy(), row.behaviour_T[kept], entropy_K.cpu().numpy()
-            )
-            measures = totals_by_slot(np.where(row.loss_mask_T, row.slots_T, -1)[kept], each, slots)
-        return loss, sums, ratio_max, entropy_K.where(mask_K, 0.0).sum(), measures
+        scores = self._scores(row, ask)
+        inputs = known._replace(logprobs_T=scores.logprobs_K, entropy_T=scores.entropy_K)
+        result = policy_loss(inputs, self._loss, self._custom)
+        if scores.loss is not None:
+            result = result._replace(total=scores.loss)
+        entropy = scores.entropy_K.detach().where(inputs.mask_T, 0.0).sum()
+        aux = None if scores.aux_loss is None else self._router_coef * scores.aux_loss
+        return result, entropy, measured(row, inputs, ask.kept_K, slots), aux
 
     def optimizer_step(self, stats: StepStats) -> bool:
         """Clip and update, at the next learning rate of the warm-up. False, with weights and optimizer
@@ -274,6 +300,26 @@ class Learner:
 
     # ------------------------------------------------------------ inside
 
+    def _load_reference(self, model: ModelConfig) -> Policy:
+        """The frozen policy, as it would be served: weights rounded to bfloat16. Raises ConfigError for a folder
+        without a model, or with another vocabulary."""
+        folder = self._loss.reference or model.path
+        reference = load_causal_lm(Path(folder), dtype=torch.float32, attention=model.attention)
+        rows = reference.get_input_embeddings().weight.shape[0]
+        if rows != self.vocab_size:
+            raise ConfigError(
+                f"loss.reference: the model in {folder} has a vocabulary of {rows} tokens, the policy one of "
+                f"{self.vocab_size}",
+                hint="a reference must be of the same family, with the same tokenizer",
+            )
+        _turn_off_dropout(reference)
+        for parameter in reference.parameters():
+            parameter.requires_grad_(False)
+            parameter.data = parameter.data.bfloat16().to(self._dtype)
+        policy = self._sharded(reference, offload=self._device.type != "cpu")
+        policy.check(self._device)
+        return policy
+
     @torch.no_grad()
     def _round_frozen(self) -> None:
         """What has no master is seen as it is published, too."""
@@ -297,6 +343,16 @@ def _head_settings(trainer: TrainerConfig, temperature: float, device: torch.dev
     return HeadSettings(LogitMap(), temperature, mib << 20, compiled)
 
 
+def _router_coef(model: Any) -> float:
+    """Of a mixture of experts: the weight of its routers' balance loss (Switch, arXiv 2101.03961), which it is asked
+    for; 0 for other models. A mean over a micro-batch's tokens, so it alone depends on the packing."""
+    coef = float(getattr(model.config, "router_aux_loss_coef", 0.0) or 0.0)
+    if coef and hasattr(model.config, "output_router_logits"):
+        model.config.output_router_logits = True
+        return coef
+    return 0.0
+
+
 def _turn_off_dropout(model: nn.Module) -> None:
     """No dropout: pi must be the policy that the engines serve."""
     model.eval()
@@ -305,26 +361,3 @@ def _turn_off_dropout(model: nn.Module) -> None:
             module.p = 0.0
         if isinstance(getattr(module, "attention_dropout", None), float):
             module.attention_dropout = 0.0  # type: ignore[assignment]
-
-
-def _stats(
-    sums: TokenSums, entropy: float, grad_norm: float, ratio_max: float, loss_tokens: int
-) -> StepStats:
-    """`sums` as plain numbers, over all ranks."""
-    count = max(loss_tokens, 1)
-    fresh = int(sums.fresh_tokens)
-    return StepStats(
-        loss=float(sums.loss) / count,
-        tokens=int(sums.tokens),
-        grad_norm=grad_norm,
-        ratio_mean=float(sums.ratio) / count,
-        ratio_max=ratio_max,
-        abs_logprob=float(sums.abs_logprob) / count,
-        kl_k3=float(sums.kl_k3) / count,
-        fresh_tokens=fresh,
-        fresh_abs_logprob=float(sums.fresh_abs_logprob) / fresh if fresh else None,
-        fresh_kl_k3=float(sums.fresh_kl_k3) / fresh if fresh else None,
-        masked_positive=float(sums.positive_masked) / max(float(sums.positive), 1.0),
-        masked_negative=float(sums.negative_masked) / max(float(sums.negative), 1.0),
-        entropy=entropy / count,
-    )

@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from async_rl.algo.alerts import AlertsConfig
+
 __all__ = ["ModelConfig", "TrainerConfig"]
 
 Positive = Annotated[float, Meta(gt=0)]
@@ -73,6 +75,11 @@ class TrainerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     clip_norm: Positive = 1.0
     """The gradient's global norm is scaled down to this."""
 
+    alerts: AlertsConfig = AlertsConfig()
+    peak_tflops: NotNegative = 0.0
+    """What one device can do in the type of the products, for the metric mfu. 0: known for NVIDIA's usual ones in
+    bfloat16, else there is no such metric."""
+
     publish_every: AtLeastOne = 1
     """Steps per policy version."""
     checkpoint_every: Count = 0
@@ -92,6 +99,10 @@ class TrainerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     weight, and the update runs there. all: the weights as well, brought to the device layer by layer. Slower by the
     bus; the same numbers."""
 
+    minibatches: AtLeastOne = 1
+    """Optimizer updates per step, each from its share of the step's batch (at most one per sample). 1: with lag the
+    samples are off-policy enough. More make a step's samples go further and the policy move within the step; the
+    step stays the unit of lag and of versions, and warmup_steps counts updates."""
     microbatch_tokens: AtLeastOne = 4096
     """Tokens packed into one forward pass; a longer sample gets one of its own. Time and memory of
     attention grow with its square: on a CPU 512 is fastest."""

@@ -170,11 +170,16 @@ def _under_torchrun(
     key_file: str = "",
     server_key: str = "",
 ) -> None:
-    from async_rl.log import setup
+    from async_rl.log import get_logger, setup
 
     rank = int(os.environ["RANK"])
     setup(f"trainer[{rank}]" if int(os.environ["WORLD_SIZE"]) > 1 else "trainer")
+    from async_rl.cli.runfile import cautions
     from workers.trainer import run_rank
+
+    if rank == 0:
+        for each in cautions(config):
+            get_logger(__name__).warning(each)
 
     def run(address: str, key_file: str, server_key: str) -> None:
         run_rank(
@@ -188,6 +193,8 @@ def _under_torchrun(
             orchestrator_address=address,
             seed=config.run.seed,
             resume=resume,
+            advantage=config.advantage,
+            max_tokens=config.sampling.max_tokens,
             key=client_key(key_file, server_key) if rank == 0 else None,  # only rank 0 dials
             metrics_config=config.metrics,
         )

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from async_rl.algo.losses import LossConfig, policy_loss
+from async_rl.algo.losses import DppoTv, LossInputs, policy_loss
 from async_rl.algo.packing import TrainSample, pack
 from async_rl.store.file import FileStore
 from tests.learner_support import (
@@ -68,15 +68,16 @@ def reference_gradients(
     total = torch.zeros(())
     for sample in samples:
         mask = torch.from_numpy(sample.mask_C != 0)
-        loss, _, _ = policy_loss(
+        inputs = LossInputs(
             alone(plain, sample, temperature),
             torch.from_numpy(sample.logprobs_C),
             torch.full((len(mask),), sample.advantage),
             mask,
-            mask,
-            LossConfig(),
+            torch.from_numpy(sample.lags_C),
+            torch.zeros(len(mask), dtype=torch.int64),
+            1,
         )
-        total = total + loss
+        total = total + policy_loss(inputs, DppoTv()).total
     (total / sum(int(np.count_nonzero(s.mask_C)) for s in samples)).backward()
     return {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import zmq
 
-from async_rl.algo.losses import LossConfig
+from async_rl.algo.losses import DppoTv
 from async_rl.errors import TrainingError, WaitTimeout
 from async_rl.store import StoreConfig
 from async_rl.store.file import FileStore
@@ -156,7 +156,7 @@ def train_at(address: str, folder: Path, model: Path, settings: dict[str, Any]) 
         store=StoreConfig(),
         model=ModelConfig(path=str(model)),
         trainer=TrainerConfig(**defaults | settings),
-        loss=LossConfig(),
+        loss=DppoTv(),
         weights=WeightsConfig(merge_after_s=60.0),  # a version for every step, however slow the machine
         temperature=1.0,
         orchestrator_address=address,
@@ -181,6 +181,10 @@ def test_a_run_trains_publishes_and_after_a_resume_goes_on_where_it_was(tmp_path
         assert line["reward/mean"] == 0.5 and line["tokens"] == 48 and line["groups"] == GROUPS
         assert line["lag/max"] <= 1 and line["refused"] == 0
         assert line["mismatch/abs_logprob"] > 0 and line["mismatch/kl_k3"] > 0 and line["grad_norm"] > 0
+        assert 0 < line["ess/token"] <= 1 and 0 < line["ess/sequence"] <= 1 and line["chi_square"] > 0
+        assert line["lag/in_flight_max"] + line["lag/in_queue_max"] >= line["lag/max"]
+        assert line["updates"] == 1 and line["tokens_per_s"] > 0 and line["mfu"] is None
+        assert {"alerts/low_ess", "alerts/ratio_mean", "alerts/mismatch_kl"} <= line.keys()
         assert line["time/step_s"] >= line["time/forward_backward_s"] > 0
     assert steps[0]["mismatch_lag0/kl_k3"] == steps[0]["mismatch/kl_k3"]  # all of version 0
     assert steps[2]["dropped/no_signal"] == 2

@@ -39,9 +39,9 @@ def work(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return plan
 
 
-def as_rank(tmp_path: Path) -> None:
+def as_rank(tmp_path: Path, more: str = "") -> None:
     run_file = tmp_path / "run.toml"
-    run_file.write_text(f'[run]\nstore = "file://{tmp_path}/run"\n[model]\npath = "{tmp_path}"\n')
+    run_file.write_text(f'[run]\nstore = "file://{tmp_path}/run"\n[model]\npath = "{tmp_path}"\n{more}')
     trainer._under_torchrun(read_run_file(run_file, ()), run_file, "tcp://127.0.0.1:1", "latest", ())
 
 
@@ -86,3 +86,16 @@ def test_a_rank_that_failed_says_so(
     work[0] = "its loss is not finite"
     with pytest.raises(TrainingError, match="not finite"):
         as_rank(tmp_path)
+
+
+def test_a_choice_that_looks_like_a_mistake_is_told_once_by_the_first_rank(
+    work: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    as_rank(tmp_path, '[loss]\nname = "reinforce"\n')
+    assert "corrects for nothing" not in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "0")
+    as_rank(tmp_path, '[loss]\nname = "reinforce"\n')
+    assert capsys.readouterr().err.count("corrects for nothing, and max_lag = 2") == 1
+    as_rank(tmp_path)
+    assert capsys.readouterr().err == ""
