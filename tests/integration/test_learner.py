@@ -137,7 +137,7 @@ def test_a_pass_without_gradients_holds_no_weights_that_the_next_one_would_see(
     for _ in range(2):
         with torch.no_grad():
             for rows in learner.rows().values():
-                rows.param.mul_(0.5)
+                rows.tensors["param"].mul_(0.5)
             for parameter in plain.parameters():
                 parameter.mul_(0.5)
             learner.restored(1)

@@ -10,11 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from async_rl.algo.losses import LossConfig
+from async_rl.algo.losses import DppoTv
 from async_rl.errors import CheckpointError, ConfigError
 from async_rl.store.file import FileStore
 from tests.learner_support import (
     CPU,
+    VOCABULARY,
     gradients,
     make_samples,
     on_ranks,
@@ -26,6 +27,7 @@ from workers import checkpoints
 from workers.checkpoints import Progress
 from workers.learner import Learner
 from workers.masters import local
+from workers.pretrained import hide_broken_media_packages
 from workers.process_group import RankGroup, rank_group
 from workers.settings import ModelConfig, TrainerConfig
 
@@ -49,7 +51,7 @@ def learner_of(
     return Learner(
         ModelConfig(path=str(path), **{"dtype": "float32"} | (model or {})),
         TrainerConfig(**{"learning_rate": 1e-2, "warmup_steps": 0} | trainer),
-        LossConfig(),
+        DppoTv(),
         temperature=1.0,
         group=group,
         device=CPU,
@@ -209,6 +211,58 @@ def test_adafactor_keeps_a_row_and_a_column_and_learns(model: Path, group: RankG
     assert kept < 0.2 * sum(p.numel() for p in learner.parameters().values())
 
 
+# ---------------------------------------------------------------- mixtures of experts
+
+
+def save_mixture(folder: Path, router_coef: float) -> Path:
+    hide_broken_media_packages()
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=256,
+        router_aux_loss_coef=router_coef,
+        initializer_range=0.2,
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def test_the_routers_of_a_mixture_get_the_gradient_of_their_balance_loss(tmp_path: Path, group: RankGroup):
+    from transformers import AutoModelForCausalLM
+
+    batch = share(make_samples(8), 1000, group)
+    found = {}
+    for coef in (0.0, 0.05):
+        learner = learner_of(save_mixture(tmp_path / str(coef), coef), group)
+        learner.forward_backward(*batch)
+        found[coef] = gradients(learner)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "0.05", dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.copy_(parameter.bfloat16())
+    [row] = batch[0]
+    ids, positions = (torch.from_numpy(each)[None] for each in (row.input_ids_T, row.position_ids_T))
+    output = plain(input_ids=ids, position_ids=positions, output_router_logits=True, use_cache=False)
+    (0.05 * output.aux_loss).backward()
+    for name, parameter in plain.named_parameters():
+        extra = found[0.05][name] - found[0.0][name]
+        wanted = parameter.grad if parameter.grad is not None else torch.zeros_like(extra)
+        assert (extra - wanted).abs().max() <= 1e-5, name
+    gate = "model.layers.0.mlp.gate.weight"
+    assert (found[0.05][gate] - found[0.0][gate]).abs().max() > 1e-4
+
+
 # ---------------------------------------------------------------- ranks
 
 
@@ -218,6 +272,7 @@ RANKS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "two copies": (2, {}, {"replicas": 2}),
     "two copies with adapters, offloaded": (2, LORA, {"replicas": 2, "offload": "all"}),
     "checkpointing, offloaded": (2, {"activation_checkpointing": True}, {"offload": "all"}),
+    "mixture": (2, {}, {}),
 }
 
 
@@ -225,8 +280,10 @@ RANKS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.timeout(300)
 def test_on_two_ranks_gradients_and_updates_are_those_of_one(model: Path, group: RankGroup, tmp_path: Path):
     """And a checkpoint of two ranks is read by one, in every setting."""
-    on_ranks(_settings_on_ranks, 2, model, tmp_path)
+    mixture = save_mixture(tmp_path / "mixture-model", 0.0)
+    on_ranks(_settings_on_ranks, 2, model, mixture, tmp_path)
     for name, (_, model_settings, trainer) in RANKS.items():
+        model = mixture if name == "mixture" else model
         one = learner_of(model, group, model_settings, **{**trainer, "replicas": 1})
         train(one, group, 2)
         batch = share(make_samples(8, seed=7), 40, group)
@@ -250,8 +307,9 @@ def test_on_two_ranks_gradients_and_updates_are_those_of_one(model: Path, group:
             )
 
 
-def _settings_on_ranks(group: RankGroup, model: Path, folder: Path) -> None:
+def _settings_on_ranks(group: RankGroup, model: Path, mixture: Path, folder: Path) -> None:
     for name, (_, model_settings, trainer) in RANKS.items():
+        model = mixture if name == "mixture" else model
         learner = learner_of(model, group, model_settings, **trainer)
         train(learner, group, 2)
         store = FileStore(f"file://{folder}/{name}")
