@@ -13,6 +13,7 @@ numbers.py   sequences of numbers -> sections of bytes near their entropy
 tables.py    frequencies of symbols: chosen, written, read
 rans.py      numbers as symbols, symbols as states and words
 elements.py  passes over the weights themselves
+tensors.py   the same for torch tensors of any device, for whoever has torch
 scratch.py   arrays that a thread uses again
 jit.py       how kernels are compiled, and vectors
 planes.py    tensors of other widths
