@@ -4,9 +4,9 @@
     apply_tile, apply      a coded tile, decoded on the host -> a tensor, in place
     digest                 of a tensor's elements, without moving them
 
-Weights are int16 [W] here, the bits of one tensor's consecutive elements (`bits_of`); K of them change. Steps, digests
-and coded bytes are those of the host's kernels, for every bit pattern, on every device: all of it is arithmetic on
-integers of 32 and 64 bits, and sums of integers do not depend on their order.
+Weights are int16 [W] here, the bits of one tensor's consecutive elements (`bits_of`); K of them change. Steps,
+digests and coded bytes are those of the host's kernels, for every bit pattern, on every device: all of it is
+arithmetic on integers of 32 and 64 bits, and sums of integers do not depend on their order.
 
 Not a part of the package's own names: whoever imports it needs torch.
 """
@@ -55,7 +55,7 @@ def survey(
     Waits for the device a few times, however many tiles there are. On it, up to 50 bytes an element are allocated.
     """
     differ_W = base_W != new_W
-    counts = torch.stack([tile.sum() for tile in differ_W.split(list(sizes))]).tolist()
+    counts = torch.stack([tile.sum() for tile in torch.split(differ_W, list(sizes))]).tolist()
     changed = sum(counts)
     if not changed:
         return [None] * len(sizes)
@@ -64,7 +64,7 @@ def survey(
     else:
         found = _differences(base_W, new_W, place, sizes, counts)
     if small:
-        for index, (each, tile) in enumerate(zip(found, base_W.split(list(sizes)), strict=True)):
+        for index, (each, tile) in enumerate(zip(found, torch.split(base_W, list(sizes)), strict=True)):
             if each is not None and each.changed >= SMALL_FROM:
                 found[index] = each._replace(exponents=_exponents(tile))
     return found
@@ -120,7 +120,7 @@ def _exponents(bits_W: torch.Tensor) -> np.ndarray:
 
 def _sums(values_N: torch.Tensor, sizes: Sequence[int]) -> list[int]:
     """Of consecutive parts."""
-    sums: list[int] = torch.stack([part.sum() for part in values_N.split(list(sizes))]).tolist()
+    sums: list[int] = torch.stack([part.sum() for part in torch.split(values_N, list(sizes))]).tolist()
     return sums
 
 

@@ -63,15 +63,15 @@ class CodedTile(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a tile of `count` elements changes, at least one of them, found where the weights are (tensors.py)."""
+    """What a tile changes, at least one element, found where the weights are (tensors.py)."""
 
-    count: int
+    elements: int
     changed: int
     moved: int
     told: (
         Steps | np.ndarray
-    )  # or a step of every element: uint16 [count] as elements.differences numbers them
-    exponents: np.ndarray | None = None  # of the base, uint8 [count]; where the small mode may be tried
+    )  # or a step of every element: uint16 [elements] as elements.differences numbers them
+    exponents: np.ndarray | None = None  # of the base, uint8 [elements]; where the small mode may be tried
 
 
 def encode_tile(base: np.ndarray, new: np.ndarray, place: int, *, small: bool = False) -> CodedTile | None:
@@ -103,12 +103,12 @@ def encode_found(found: Found) -> CodedTile:
         positions, steps = found.told
     else:
         numbers = found.told.astype(np.uint32)
-        if _is_dense(found.changed, found.count) and found.exponents is None:
+        if _is_dense(found.changed, found.elements) and found.exponents is None:
             data = kernels.encode_dense(numbers, found.changed)
             return CodedTile(Mode.DENSE, data, found.changed, found.moved)
         positions, steps = kernels.dense_steps(numbers, found.changed)
     if found.exponents is None:
-        return CodedTile(*encode_steps(positions, steps, found.count), found.changed, found.moved)
+        return CodedTile(*encode_steps(positions, steps, found.elements), found.changed, found.moved)
     base, new = _stand_in(found.exponents, positions, steps)
     return _smallest(base, new, positions, steps, found.moved, small=True)
 
