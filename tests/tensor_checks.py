@@ -62,10 +62,10 @@ def extremes() -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Pairs of states: every bit pattern among them, and every mode of the codec."""
     rng = np.random.default_rng(5)
     all_bits = np.arange(1 << 16).astype(np.uint16)
-    weights = on_host(torch.randn(1 << 18, generator=torch.Generator().manual_seed(1)) * 0.02)
+    weights = on_host(torch.randn(1 << 17, generator=torch.Generator().manual_seed(1)) * 0.02)
     few, some, most = (np.where(rng.random(len(weights)) < part, 1, 0) for part in (1e-4, 0.05, 0.7))
     up_or_down = rng.choice(np.array([1, 0xFFFF], np.uint16), len(weights))
-    any_bits = rng.integers(0, 1 << 16, (2, 70_000)).astype(np.uint16)
+    any_bits = rng.integers(0, 1 << 16, (2, 20_000)).astype(np.uint16)
     return {
         "every pattern, one step": (all_bits, all_bits + np.uint16(1)),
         "every pattern, the sign": (all_bits, all_bits ^ np.uint16(0x8000)),

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 __all__ = ["Surveys", "digest_there", "windows"]
 
 WINDOW = 4 * TILE
-"""Elements surveyed together: a survey takes up to 200 MB of the device's memory for a moment, and waits for the device
-five times at the most, which is little beside the milliseconds that the host needs to code what was found."""
+"""Elements surveyed together: a survey takes up to 200 MB of the device's memory for a moment, and waits for the
+device some ten times at the most, which is little beside the milliseconds that the host codes what it found."""
 
 
 class Surveys:

@@ -97,6 +97,10 @@ def test_only_what_changed_and_the_exponents_it_needs_come_to_the_host():
     positions, steps = plain.told
     assert (positions.nbytes + steps.nbytes, plain.exponents) == (6 * changed, None)
     (small,) = tensors.survey(before, after, 0, [len(base)], small=True)
+    assert small.exponents is None  # too few changes for the small mode
+    base, new = extremes()["some weights"]
+    before, after = (tensors.bits_of(on_device(bits, CPU)) for bits in (base, new))
+    (small,) = tensors.survey(before, after, 0, [len(base)], small=True)
     assert small.exponents.nbytes == len(base)
     base, new = extremes()["most weights"]
     before, after = (tensors.bits_of(on_device(bits, CPU)) for bits in (base, new))
