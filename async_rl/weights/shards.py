@@ -253,15 +253,16 @@ def no_room(what: str, device: torch.device) -> WeightsError:
     )
 
 
-_streams = threading.local()
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+_streams_lock = threading.Lock()
 
 
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """This thread's own."""
-    streams: dict[torch.device, torch.cuda.Stream] = _streams.__dict__.setdefault("of", {})
-    if device not in streams:
-        streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    return streams[device]
+    """One for all threads: torch keeps the memory that a stream's work has taken for that stream alone."""
+    with _streams_lock:
+        if device not in _streams:
+            _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return _streams[device]
 
 
 def _now(gpu: torch.device) -> torch.cuda.Event:

@@ -35,7 +35,10 @@ class Surveys:
     def __init__(self, run: RunInfo, cuts: Sequence[Cut], base: State, new: State, *, small: bool) -> None:
         self._run, self._cuts, self._base, self._new, self._small = run, cuts, base, new, small
         self._window_of = [window for window in windows(cuts) for _ in window]
-        self._lock = threading.Lock()
+        self._lock, self._one_at_a_time = (
+            threading.Lock(),
+            threading.Lock(),
+        )  # of surveys: they share a stream
         self._surveyed: dict[range, Future[list[Found | None]]] = {}
         self._unread: dict[range, int] = {}
 
@@ -64,7 +67,7 @@ class Surveys:
         name = self._run.tensors[first.tensor].name
         rows = slice(first.start - first.row_start, last.stop - first.row_start)
         sizes = [cut.stop - cut.start for cut in self._cuts[window.start : window.stop]]
-        with self._new.beside(name):
+        with self._one_at_a_time, self._new.beside(name):
             base, new = self._base.values(name), self._new.values(name)
             try:
                 return survey(base[rows], new[rows], first.place, sizes, small=self._small)
