@@ -35,10 +35,8 @@ class Surveys:
     def __init__(self, run: RunInfo, cuts: Sequence[Cut], base: State, new: State, *, small: bool) -> None:
         self._run, self._cuts, self._base, self._new, self._small = run, cuts, base, new, small
         self._window_of = [window for window in windows(cuts) for _ in window]
-        self._lock, self._one_at_a_time = (
-            threading.Lock(),
-            threading.Lock(),
-        )  # of surveys: they share a stream
+        self._lock = threading.Lock()
+        self._one_at_a_time = threading.Lock()  # of surveys: they share a stream
         self._surveyed: dict[range, Future[list[Found | None]]] = {}
         self._unread: dict[range, int] = {}
 
