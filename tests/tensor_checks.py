@@ -62,7 +62,9 @@ def extremes() -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Pairs of states: every bit pattern among them, and every mode of the codec."""
     rng = np.random.default_rng(5)
     all_bits = np.arange(1 << 16).astype(np.uint16)
-    weights = on_host(torch.randn(1 << 17, generator=torch.Generator().manual_seed(1)) * 0.02)
+    masters = 0.02 * torch.randn(1 << 17, generator=torch.Generator().manual_seed(1))
+    weights = on_host(masters)
+    trained = on_host(masters + 3e-6 * torch.from_numpy(rng.normal(size=len(masters))).float())
     few, some, most = (np.where(rng.random(len(weights)) < part, 1, 0) for part in (1e-4, 0.05, 0.7))
     up_or_down = rng.choice(np.array([1, 0xFFFF], np.uint16), len(weights))
     any_bits = rng.integers(0, 1 << 16, (2, 20_000)).astype(np.uint16)
@@ -75,6 +77,7 @@ def extremes() -> dict[str, tuple[np.ndarray, np.ndarray]]:
         "some weights": (weights, weights + up_or_down * some.astype(np.uint16)),
         "most weights": (weights, weights + up_or_down * most.astype(np.uint16)),
         "no weight": (weights, weights.copy()),
+        "a training step": (weights, trained),  # seldom where exponents are large
     }
 
 

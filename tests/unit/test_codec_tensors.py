@@ -54,6 +54,11 @@ def test_every_bit_pattern_and_rate_of_change_goes_there_and_back(name, small):
         check_applied(base, new, 7 << 33, coded.mode, coded.data, CPU)
 
 
+def test_the_changes_that_are_tried_here_and_on_a_gpu_need_every_mode():
+    coded = [encode_tile(*pair, 0, small=small) for pair in extremes().values() for small in (False, True)]
+    assert {tile.mode for tile in coded if tile is not None} == set(Mode)
+
+
 @quick
 @given(changes(), places)
 def test_the_digest_of_a_tensor_is_that_of_its_bits(pair, place):
