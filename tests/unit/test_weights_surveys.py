@@ -146,6 +146,7 @@ def test_a_copy_on_the_device_is_not_the_parameters_themselves(tmp_path: Path) -
         tensor.zero_()
     for name, tensor in random_weights(1).items():
         assert torch.equal(state.values(name), tensor.view(torch.int16).view(-1))
+        assert torch.equal(state.block(name, 2, 8), tensor.view(-1)[1:4].view(torch.uint8))
 
 
 # ---------------------------------------------------------------- a device without room
