@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 from unittest.mock import patch
 
 import msgspec
@@ -107,14 +108,20 @@ def assign(parameters: dict[str, torch.Tensor], whole: dict[str, torch.Tensor]) 
 
 
 def publish_states(
-    store: ObjectStore, folder: Path, parameters: dict[str, torch.Tensor], written: threading.Event | None
+    store: ObjectStore,
+    folder: Path,
+    parameters: dict[str, torch.Tensor],
+    written: threading.Event | None,
+    baseline: Literal["host", "device"] = "host",
 ) -> None:
     """Every state as a version. `written`: rank 0's; set when the anchor is there."""
     if written is not None:
         write_model_dir(folder / "model")
     run = from_rank0(lambda: ensure_run(store, folder / "model", parameters), RunInfo)
     ours = from_rank0(lambda: claim(store), Claim)
-    config = msgspec.structs.replace(SMALL, anchor_every=1, skip_spans=(2,))  # an anchor of version 2
+    config = msgspec.structs.replace(
+        SMALL, anchor_every=1, skip_spans=(2,), baseline=baseline
+    )  # an anchor of version 2
     with small_tiles(), Publisher(store, run, ours, parameters, config) as publisher:
         for number in range(STATES):
             assign(parameters, state(number))
@@ -131,16 +138,23 @@ def small_tiles() -> Iterator[None]:
         yield
 
 
-def states(url: str, folder: Path, copies: int = 1) -> None:
-    store = ScriptedStore(open_store(url))
-    written = threading.Event()
-    store.on("put", "ways/", written.set, lost_answer=True)
-    publish_states(store, folder, sharded(state(0), copies), written if dist.get_rank() == 0 else None)
+def states_on_device(url: str, folder: Path) -> None:
+    states(url, folder, "device")
 
 
 def in_copies(url: str, folder: Path) -> None:
     """Each of two copies of the model over half of the ranks (HSDP)."""
     states(url, folder, copies=2)
+
+
+def states(
+    url: str, folder: Path, baseline: Literal["host", "device"] = "host", *, copies: int = 1
+) -> None:
+    store = ScriptedStore(open_store(url))
+    written = threading.Event()
+    store.on("put", "ways/", written.set, lost_answer=True)
+    parameters = sharded(state(0), copies)
+    publish_states(store, folder, parameters, written if dist.get_rank() == 0 else None, baseline)
 
 
 def failing(url: str, folder: Path) -> None:
@@ -206,8 +220,8 @@ def failing(url: str, folder: Path) -> None:
         assert publisher.committed == 3, publisher.committed  # 2 is used up
     whole_at = {3: dict(whole)}
 
-    # One rank's upload hangs: all merge, and all go on together.
-    impatient = msgspec.structs.replace(waits, merge_after_s=0.0)
+    # One rank's upload hangs: all merge, and all go on together. Wherever versions are compared: here with torch.
+    impatient = msgspec.structs.replace(waits, merge_after_s=0.0, baseline="device")
     with Publisher(store, run, ours, parameters, impatient, parent=3) as publisher:
         publisher._next = 4  # a second publisher of one life: only here
         publisher.publish(4)
@@ -249,7 +263,13 @@ def failing(url: str, folder: Path) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    scenarios = {"fsdp": fsdp_model, "states": states, "copies": in_copies, "failing": failing}
+    scenarios = {
+        "fsdp": fsdp_model,
+        "states": states,
+        "device": states_on_device,
+        "copies": in_copies,
+        "failing": failing,
+    }
     scenarios[sys.argv[1]](sys.argv[2], Path(sys.argv[3]))
     dist.destroy_process_group()
     # Not through the interpreter's end, as async_rl/cli/trainer.py's _leave: a rank of a busy host may abort there

@@ -116,8 +116,20 @@ def rounded(number: int) -> dict[str, torch.Tensor]:
     return {name: tensor.to(torch.bfloat16) for name, tensor in state(number).items()}
 
 
+def same_objects_on_two_ranks(tmp_path: Path, host: ObjectStore) -> None:
+    """Versions, digests and packs, the anchor's too, where ranks compare versions on the parameters' device."""
+    device = open_store(f"file://{tmp_path}/2-device")
+    start_ranks(2, "device", device.url, str(tmp_path / "2-device-model"))
+    for version in range(STATES):
+        there, here = read_manifest(device, version), read_manifest(host, version)
+        assert (there.way, there.digest) == (here.way, here.digest)
+    keys = [info.key for info in host.list_after("packs/")]
+    assert keys == [info.key for info in device.list_after("packs/")]
+    assert all(host.get(key) == device.get(key) for key in keys)
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(3 * LIMIT_S)
+@pytest.mark.timeout(4 * LIMIT_S)
 def test_states_and_digests_are_the_same_whatever_the_number_of_ranks(tmp_path: Path) -> None:
     """Uneven, short and empty shards, a scalar that all hold: full, few changed, none changed, all changed, and an
     anchor. The last ones are two copies (HSDP) of two ranks each: the second copy writes nothing."""
@@ -138,6 +150,7 @@ def test_states_and_digests_are_the_same_whatever_the_number_of_ranks(tmp_path: 
             assert all(not manifest.way.packs for manifest in manifests.values())
         for ranks, store in stores.items():
             assert same_bits(fetched(store, version, tmp_path / f"cache-{ranks}"), rounded(version))
+    same_objects_on_two_ranks(tmp_path, stores[2])
     last = read_manifest(stores[4], 3).way
     assert {pack.key.split("-")[2] for pack in last.packs} == {"0", "1", "2", "3"}
     last = read_manifest(stores[COPIES], 3).way
