@@ -20,7 +20,6 @@ import torch
 
 from async_rl import wire
 from async_rl.algo.losses import LossConfig
-from async_rl.algo.packing import pack
 from async_rl.envs import EnvironmentConfig, make_environment
 from async_rl.wire import Array, Group, Lease, Sample
 from orchestrator.config import EvalConfig, OrchestratorConfig, SamplingConfig
@@ -31,6 +30,7 @@ from workers.learner import Learner, StepStats
 from workers.process_group import RankGroup
 from workers.settings import ModelConfig, TrainerConfig
 from workers.tiny_model import END, PAD, new_tokenizer
+from workers.updates import train_batch
 from workers.warm_up import Task, sample
 
 __all__ = ["Settings", "Simulated", "StepDone"]
@@ -65,7 +65,8 @@ class Simulated:
         self.settings = settings
         device = torch.device("cpu")
         torch.manual_seed(settings.seed)
-        trainer = TrainerConfig(
+        self._group = group
+        self._trainer = TrainerConfig(
             steps=settings.steps,
             learning_rate=settings.learning_rate,
             warmup_steps=5,
@@ -74,11 +75,12 @@ class Simulated:
         )
         self.learner = Learner(
             ModelConfig(path=str(settings.model), dtype="float32"),
-            trainer,
+            self._trainer,
             settings.loss,
             temperature=1.0,
             group=group,
             device=device,
+            max_tokens=settings.max_tokens,
         )
         from transformers import AutoModelForCausalLM
 
@@ -132,21 +134,21 @@ class Simulated:
             self._work()
         self._work()  # up to the limit that admission sets, before the weights change
         self._mail.clear()
-        batch = wire.decode(wire.encode(batch), wire.MAX_BATCH_BYTES)  # it leaves as it lies in the spool
-        assert isinstance(batch, wire.Batch)
+        received = wire.decode(
+            wire.encode(batch), wire.MAX_BATCH_BYTES
+        )  # groups leave as they lie in the spool
+        assert isinstance(received, wire.Batch)
         trained = prepare(
-            batch,
+            received,
             self._lineage,
             step=step,
             max_lag=self.settings.max_lag,
             vocab_size=self.learner.vocab_size,
         )
-        [rows] = pack(trained.samples, 1024, 1)
-        stats = self.learner.forward_backward(rows, trained.loss_tokens)
-        self.learner.optimizer_step(stats)
+        updates = train_batch(self.learner, self._group, trained.samples, self._trainer)
         return StepDone(
             step,
-            stats,
+            updates.stats,
             float(np.mean(trained.lags)),
             max(trained.lags),
             float(np.mean(trained.rewards)),
