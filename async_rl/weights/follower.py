@@ -19,7 +19,6 @@ another shadow beside it while a full state is fetched (where there is no room f
 from __future__ import annotations
 
 import itertools
-import mmap
 import re
 import shutil
 import threading
@@ -32,12 +31,13 @@ from async_rl.log import get_logger
 from async_rl.store.base import ObjectStore
 from async_rl.weights.codec.digest import MASK
 from async_rl.weights.config import WeightsConfig
-from async_rl.weights.deltas import Tile, pack_tiles, table_of
+from async_rl.weights.deltas import pack_tiles, table_of
 from async_rl.weights.fetch import BadPack, Fetcher, holds
-from async_rl.weights.files import FolderLock, disk_errors, write_at
+from async_rl.weights.files import FolderLock, disk_errors
+from async_rl.weights.full_tiles import FullTiles
 from async_rl.weights.gc import dead_edges
 from async_rl.weights.lineage import Manifest, Pack, Way, read_manifest
-from async_rl.weights.packs import header
+from async_rl.weights.needed import Needed, mapped_bytes
 from async_rl.weights.parallel import side_by_side
 from async_rl.weights.plan import NOTHING, Hop, find_path
 from async_rl.weights.plan import Path as Route
@@ -54,6 +54,7 @@ from async_rl.weights.shadow import (
     shards_in,
     tile_ranges,
 )
+from async_rl.weights.whole import Suspects
 
 __all__ = ["Follower", "Progress"]
 
@@ -101,6 +102,9 @@ class Follower:
         self._folder, self._incoming = folder, incoming
         self._needs = None if needs is None else tile_ranges(run, needs)
         self._fetcher = Fetcher(store, config)
+        self._part: Needed | None = None
+        if self._needs is not None:
+            self._part = Needed(store, run, self._fetcher, incoming, self._needs)
         self._mutex = threading.Lock()
         self._lock: FolderLock | None = None
         self._adopted = False
@@ -301,8 +305,8 @@ class Follower:
     def _fetch(self, route: Route, said: _Monotone) -> None:
         if route.hops and route.hops[0].way.base < 0 and self._needs is None:
             self._keep_shards(route.hops[0])
-        if self._needs is not None:
-            return self._fetch_needed(route, said)
+        if self._part is not None:
+            return self._fetch_part(self._part, route, said)
         packs = list({pack.sha256: pack for hop in route.hops for pack in hop.way.packs}.values())
         there = side_by_side(lambda pack: holds(self._file_of(pack), pack), packs, THREADS)
         missing = {pack.sha256: pack for pack, have in zip(packs, there, strict=True) if not have}
@@ -315,9 +319,49 @@ class Follower:
                 self._fetcher.whole(
                     [(pack, self._file_of(pack)) for pack in missing.values()],
                     lambda done: said((have + done) / max(1, route.nbytes)),
+                    self._suspects(route),
                 )
             except BadPack as error:
                 raise _BadEdge(_hop_with(route, error.key), error) from error
+
+    def _suspects(self, route: Route) -> Suspects | None:
+        """What to fetch again of a pack that is not what its hash says, where its tiles can tell."""
+        full = next((hop for hop in route.hops if hop.way.base < 0), None)
+        if full is None:
+            return None
+        tiles = self._tiles_of(full)
+        numbers = {pack.sha256: number for number, pack in enumerate(full.way.packs)}
+
+        def suspects(pack: Pack, path: Path) -> list[tuple[int, int]]:
+            number = numbers.get(pack.sha256)
+            if number is None or not tiles.known:
+                return [(0, pack.size)]
+            return tiles.wrong_in(number, mapped_bytes(path))
+
+        return suspects
+
+    def _fetch_part(self, part: Needed, route: Route, said: _Monotone) -> None:
+        done = 0
+        for hop in route.hops:
+
+            def report(now: int, done: int = done) -> None:
+                said((done + now) / max(1, route.nbytes))
+
+            try:
+                part.fetch(hop.way, self._name(hop), report)
+            except Corrupt as error:
+                raise _BadEdge(hop, error) from error
+            done += hop.way.total_bytes
+            said(done / max(1, route.nbytes))
+
+    def _tiles_of(self, hop: Hop) -> FullTiles:
+        try:
+            return FullTiles(self._run, hop.way, self._name(hop))
+        except Corrupt as error:
+            raise _BadEdge(hop, error) from error
+
+    def _name(self, hop: Hop) -> str:
+        return f"{hop.key} in {self._store.url}"
 
     def _keep_shards(self, hop: Hop) -> None:
         """Files of a shadow that was torn may be packs of this full way all the same."""
@@ -350,11 +394,10 @@ class Follower:
         """The packs become the shadow's files. `wanted`: the manifest, if this is its version."""
         files = [self._file_of(pack) for pack in hop.way.packs]
         try:
-            check_contents(self._run, files, hop.way.weight_map, f"{hop.key} in {self._store.url}")
+            check_contents(self._run, files, hop.way.weight_map, self._name(hop))
             mapped = Mapped(self._run, files, hop.way.weight_map)
             digest = mapped.digest(self._needs or full_ranges(self._run))
-            if wanted is not None and self._needs is None and f"{digest:016x}" != wanted.digest:
-                raise Corrupt(_other_digest(wanted, digest))
+            self._check_full(hop, digest, wanted)
         except Corrupt as error:
             raise _BadEdge(hop, error) from error
         self._drop()
@@ -370,6 +413,20 @@ class Follower:
         shadow.settle(hop.version, digest)
         self._shadow = shadow
 
+    def _check_full(self, hop: Hop, digest: int, wanted: Manifest | None) -> None:
+        """That what is held is what the manifest says; by way of the tiles' digests, where only a part is held."""
+        tiles = self._tiles_of(hop)
+        if tiles.known and tiles.digest(self._needs) != digest:
+            raise Corrupt(
+                f"what {self._name(hop)} leads to has the digest {digest:016x}, the digests of its tiles make "
+                f"{tiles.digest(self._needs):016x}"
+            )
+        whole = tiles.digest() if tiles.known else digest
+        if wanted is None or not (self._needs is None or tiles.known):
+            return
+        if f"{whole:016x}" != wanted.digest:
+            raise Corrupt(_other_digest(wanted, whole))
+
     # ---------------------------------------------------------------- deltas
 
     def _read_tiles(self, hop: Hop) -> list[FetchedTile]:
@@ -379,14 +436,14 @@ class Follower:
         try:
             for pack in hop.way.packs:
                 what = f"{pack.key} in {self._store.url}"
-                data = _mapped_bytes(self._file_of(pack))
+                data = mapped_bytes(self._file_of(pack))
                 table = bytes(data[table_of(pack, what).start :])
                 tiles = pack_tiles(pack, table, self._run.tensors, what)
                 changed += sum(tile.changed for tile in tiles)
                 found += [
                     FetchedTile(tile, data[tile.offset : tile.offset + tile.size], pack.key)
                     for tile in tiles
-                    if self._needed(tile)
+                    if self._part is None or self._part.tile(tile)
                 ]
             found.sort(key=lambda coded: (coded.tile.tensor, coded.tile.start))
             for left, right in itertools.pairwise(found):
@@ -418,75 +475,6 @@ class Follower:
         shadow.settle(hop.version, digest)
         self._shadow = shadow
 
-    # ---------------------------------------------------------------- only what is needed
-
-    def _needed(self, tile: Tile) -> bool:
-        """Raises Corrupt for a tile that is needed in part."""
-        if self._needs is None:
-            return True
-        start, stop = self._needs[tile.tensor]
-        if tile.start >= stop or tile.start + tile.elements <= start:
-            return False
-        if tile.start < start or tile.start + tile.elements > stop:
-            name = self._run.tensors[tile.tensor].name
-            raise Corrupt(
-                f"a tile at {tile.start}+{tile.elements} of {name} crosses a multiple of the tile size"
-            )
-        return True
-
-    def _fetch_needed(self, route: Route, said: _Monotone) -> None:
-        done = 0
-        for hop in route.hops:
-            for pack in hop.way.packs:
-                begun = done
-
-                def report(now: int, begun: int = begun) -> None:
-                    said((begun + now) / max(1, route.nbytes))
-
-                with disk_errors(self._folder, pack.size):
-                    try:
-                        if hop.way.base < 0:
-                            self._fetch_part_of_full(hop, pack, report)
-                        else:
-                            self._fetcher.tiles(
-                                pack, self._file_of(pack), self._run.tensors, self._needed, report
-                            )
-                    except Corrupt as error:
-                        raise _BadEdge(hop, error) from error
-                done += pack.size
-                said(done / max(1, route.nbytes))
-
-    def _fetch_part_of_full(self, hop: Hop, pack: Pack, report: Callable[[int], None]) -> None:
-        """A full pack has one hash over all of it, so it is read and verified whole; of its bytes the needed ones are
-        kept, in a file that is otherwise a hole. A pack with nothing that is needed is not read."""
-        assert self._needs is not None
-        number = hop.way.packs.index(pack)
-        specs = [spec for spec in self._run.tensors if hop.way.weight_map.get(spec.name) == number]
-        spans = {spec.name: span for spec, span in zip(self._run.tensors, self._needs, strict=True)}
-        head = header(specs, self._run.dtype)
-        if len(head) + sum(spec.nbytes for spec in specs) != pack.size:
-            raise BadPack(pack.key, f"{pack.key} in {self._store.url} is not laid out as its manifest says")
-        path, whole = self._file_of(pack), self._incoming / f"{pack.sha256}.whole"
-        with path.open("wb") as file:
-            file.write(head)
-            file.truncate(pack.size)
-        if all(start == stop for start, stop in (spans[spec.name] for spec in specs)):
-            return
-        self._fetcher.whole([(pack, whole)], report)
-        try:
-            content = _mapped_bytes(whole)
-            if content[: len(head)] != head:
-                raise BadPack(
-                    pack.key, f"{pack.key} in {self._store.url} has another header than it should"
-                )
-            at = len(head)
-            for spec in specs:
-                start, stop = (at + 2 * element for element in spans[spec.name])
-                write_at(path, start, content[start:stop])
-                at += spec.nbytes
-        finally:
-            whole.unlink()
-
 
 class _Monotone:
     """Progress that never goes back, though a path that failed is followed by another."""
@@ -509,8 +497,3 @@ def _other_digest(manifest: Manifest, found: int) -> str:
         f"version {manifest.version} should have the digest {manifest.digest}, what its packs make has "
         f"{found:016x}"
     )
-
-
-def _mapped_bytes(path: Path) -> memoryview:
-    with path.open("rb") as file:
-        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))

@@ -12,8 +12,9 @@ import pytest
 
 from async_rl.errors import WeightsError
 from async_rl.weights.config import WeightsConfig
-from async_rl.weights.fetch import BadPack, Fetcher, Turns, _Whole
+from async_rl.weights.fetch import BadPack, Fetcher
 from async_rl.weights.lineage import Pack
+from async_rl.weights.whole import Turns, WholePack
 from tests.weights_support import MemoryStore
 
 PART = 10
@@ -24,8 +25,8 @@ def a_pack(data: bytes = DATA, key: str = "packs/a") -> Pack:
     return Pack(key, len(data), hashlib.sha256(data).hexdigest())
 
 
-def begun(folder: Path, data: bytes = DATA) -> _Whole:
-    each = _Whole(a_pack(data), folder / "pack", PART)
+def begun(folder: Path, data: bytes = DATA) -> WholePack:
+    each = WholePack(a_pack(data), folder / "pack", PART)
     each.part.write_bytes(bytes(len(data)))
     return each
 
@@ -70,7 +71,9 @@ def test_a_wrong_byte_in_any_part_shows(tmp_path: Path) -> None:
 
 
 def test_threads_keep_to_a_pack_then_begin_one_then_help_with_the_longest(tmp_path: Path) -> None:
-    packs = [_Whole(Pack(name, size, ""), tmp_path / name, PART) for name, size in (("a", 15), ("b", 70))]
+    packs = [
+        WholePack(Pack(name, size, ""), tmp_path / name, PART) for name, size in (("a", 15), ("b", 70))
+    ]
     turns = Turns(packs)
     with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
 
