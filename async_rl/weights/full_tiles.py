@@ -67,8 +67,9 @@ class FullTiles:
         self._first = first_tiles(run)
         self._packed: list[list[int]] = [[] for _ in way.packs]  # tensors, as they follow one another
         for tensor, spec in enumerate(run.tensors):
-            if spec.name in way.weight_map:
-                self._packed[way.weight_map[spec.name]].append(tensor)
+            number = way.weight_map.get(spec.name, len(way.packs))
+            if number < len(way.packs):  # else what is put together lacks it: shadow.check_contents
+                self._packed[number].append(tensor)
         coded = way.tile_digests
         self._digests: np.ndarray | None = None
         if coded is not UNSET:
