@@ -12,7 +12,8 @@ wrong, and what then happens:
     the store is away                                                   StoreUnavailable; what was fetched stays
     killed                                                              see shadow.py; packs that are whole stay
 
-Memory: fetch_parallel blocks of 256 KiB, besides the mapped files. Disk: the shadow, and the packs of the path;
+Memory: fetch_parallel blocks of 256 KiB (who needs only a part: as many requests for tiles of a delta, or tiles of
+2 MiB of a full state), besides the mapped files. Disk: the shadow, and the packs of the path;
 another shadow beside it while a full state is fetched (where there is no room for both, the old one goes first).
 """
 
