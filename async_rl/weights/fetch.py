@@ -194,7 +194,7 @@ class Fetcher:
         """All parts are there: verify, once more after a second fetch."""
         pack = each.pack
         if not each.right:
-            again = each.suspects(pack, each.part)
+            again = each.suspects(pack, each.part) or [(0, pack.size)]
             nbytes = sum(length for _, length in again)
             log.warning(
                 "a pack's bytes differ from their hash, fetching them again", key=pack.key, bytes=nbytes

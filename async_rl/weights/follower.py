@@ -336,7 +336,7 @@ class Follower:
         def suspects(pack: Pack, path: Path) -> list[tuple[int, int]]:
             number = numbers.get(pack.sha256)
             if number is None or not tiles.known:
-                return [(0, pack.size)]
+                return []
             return tiles.wrong_in(number, mapped_bytes(path))
 
         return suspects

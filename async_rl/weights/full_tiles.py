@@ -120,11 +120,12 @@ class FullTiles:
             at += ITEM_BYTES * size
 
     def wrong_in(self, number: int, content: memoryview) -> list[tuple[int, int]]:
-        """Of a whole pack that is not what it should be: (start, length) in bytes of what differs."""
+        """Of a whole pack that is not what it should be: (start, length) in bytes of what differs; none: it is not
+        known."""
         try:
             head = self.header(number)
         except Corrupt:  # nothing is known of where its tiles are
-            return [(0, len(content))]
+            return []
         wrong = [(0, len(head))] if content[: len(head)] != head else []
         for tile in self.in_pack(number):
             start, end = tile.offset, tile.offset + tile.size

@@ -93,10 +93,8 @@ class Needed:
             return PackTiles(pack, path, wanted)
 
         lacking = side_by_side(missing, range(len(way.packs)), THREADS)
-        wanted = sum(tile.size for each in lacking for tile in each.tiles)
-        self._fetcher.full_tiles(
-            lacking, lambda now: report(way.total_bytes - wanted + now if wanted else way.total_bytes)
-        )
+        wanted = max(1, sum(tile.size for each in lacking for tile in each.tiles))
+        self._fetcher.full_tiles(lacking, lambda now: report(way.total_bytes * now // wanted))
 
     def _of_whole_packs(self, way: Way, tiles: FullTiles, report: Report) -> None:
         done = 0

@@ -16,7 +16,8 @@ from async_rl.weights.lineage import Pack
 __all__ = ["Suspects", "Turns", "WholePack"]
 
 Suspects = Callable[[Pack, Path], list[tuple[int, int]]]
-"""Of a pack whose bytes, which are in the file, differ from its hash: (start, length) of those to fetch again."""
+"""Of a pack whose bytes, which are in the file, differ from its hash: (start, length) of those to fetch again;
+none: all."""
 
 
 class WholePack:
@@ -25,7 +26,7 @@ class WholePack:
 
     def __init__(self, pack: Pack, path: Path, part_bytes: int, suspects: Suspects | None = None) -> None:
         self.pack, self.path = pack, path
-        self.suspects = suspects or (lambda pack, path: [(0, pack.size)])
+        self.suspects = suspects or (lambda pack, path: [])
         self.part = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.part")
         self.starts = deque(range(0, pack.size, part_bytes) or [0])
         """Where the parts that nobody has begun to bring begin."""

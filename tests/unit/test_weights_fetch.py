@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -110,6 +111,30 @@ def test_a_pack_that_is_wrong_once_is_fetched_again_and_wrong_twice_refused(tmp_
     with pytest.raises(BadPack, match="differs from the hash in its manifest, twice"):
         fetcher.whole([(a_pack(), tmp_path / "other")], lambda done: None)
     assert [path.name for path in tmp_path.iterdir()] == ["pack"]
+
+
+@pytest.mark.parametrize(
+    ("suspects", "again"), [([(10, 3)], [(10, 3)]), ([], [(0, 37)])], ids=["some of it", "nobody knows"]
+)
+def test_of_a_pack_that_is_wrong_only_the_suspects_are_fetched_again(
+    tmp_path: Path, suspects: list[tuple[int, int]], again: list[tuple[int, int]]
+) -> None:
+    class Torn(MemoryStore):
+        asked: ClassVar[list[tuple[int, int]]] = []
+
+        def stream(self, key: str, start: int, length: int) -> Iterator[bytes]:
+            self.asked.append((start, length))
+            data = self.get(key, start, length)
+            yield data.replace(b"\x0b", b"!") if len(self.asked) == 1 else data
+
+    store = Torn()
+    store.asked.clear()
+    store.put("packs/a", DATA)
+    Fetcher(store, WeightsConfig()).whole(
+        [(a_pack(), tmp_path / "pack")], lambda done: None, lambda pack, path: suspects
+    )
+    assert store.asked[1:] == again
+    assert (tmp_path / "pack").read_bytes() == DATA
 
 
 def test_a_fetch_is_stopped_between_two_blocks(tmp_path: Path) -> None:
