@@ -14,8 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from async_rl.errors import Corrupt, StoreUnavailable, WeightsError
-from async_rl.weights import full_tiles, shadow
+from async_rl.weights import fetch, full_tiles, shadow
 from async_rl.weights.config import WeightsConfig
+from async_rl.weights.files import write_at
 from async_rl.weights.full_tiles import FullTiles
 from async_rl.weights.lineage import Manifest
 from async_rl.weights.subscriber import Subscriber
@@ -134,7 +135,14 @@ def test_whatever_is_needed_is_there_and_nothing_else_was_read(bucket: Bucket, n
 def test_tiles_that_follow_one_another_are_one_request(bucket: Bucket) -> None:
     reader = bucket.reader({"embed.weight": (8, 40)})
     reader.fetch(bucket.manifests[0])
-    assert [length for _, _, length in bucket.store.ranges] == [48, 16], "up to fetch_part_bytes"
+    assert sorted(length for _, _, length in bucket.store.ranges) == [16, 48], "up to fetch_part_bytes"
+
+
+def test_what_lies_between_needed_tiles_is_not_read_however_little_it_is(bucket: Bucket) -> None:
+    needs = {"layer.weight": (8, 16), "layer.bias": (0, 5)}
+    reader = bucket.reader(needs)
+    assert bucket.right(reader.fetch(bucket.manifests[0]).shards, 0, needs)
+    assert sorted(length for _, _, length in bucket.store.ranges) == [10, 16]
 
 
 def test_a_version_of_an_older_run_is_read_whole_and_of_it_the_needed_part_kept(tmp_path: Path) -> None:
@@ -292,6 +300,17 @@ def test_what_was_left_behind_is_verified_before_it_is_used(bucket: Bucket) -> N
     (incoming / pack.sha256).write_bytes(flip(bucket.objects()[pack.key], tiles[1].offset))
     local = bucket.reader(needs, "left").fetch(bucket.manifests[0])
     assert bucket.right(local.shards, 0, needs) and local.fetched_bytes == tiles[1].size
+
+
+def test_what_reached_the_disk_is_hashed_once_more(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(path: Path, start: int, data: bytes) -> None:
+        write_at(path, start, flip(bytes(data), 0))
+
+    monkeypatch.setattr(fetch, "write_at", write)
+    reader = bucket.reader({"embed.weight": (0, 45)})
+    with pytest.raises(Corrupt, match="the digests of its tiles make"):
+        reader.fetch(bucket.manifests[0])
+    assert reader.needed_versions == ()
 
 
 # ---------------------------------------------------------------- digests that are wrong
