@@ -24,8 +24,9 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from async_rl.errors import Corrupt, NotFound, WeightsError
 from async_rl.log import get_logger
@@ -234,13 +235,17 @@ class Follower:
         try:
             if held.needs != needs or held.weight_map.keys() != names:
                 raise Corrupt("it holds other tensors than needed")
+            if held.whole and held.whole != read_manifest(self._store, held.version).digest:
+                raise Corrupt(f"version {held.version} has another digest than what it is a part of")
             wanted = held.digest if needs else read_manifest(self._store, held.version).digest
             check_contents(self._run, files, held.weight_map, str(self._folder))
             mapped = Mapped(self._run, files, held.weight_map)
             digest = mapped.digest(self._needs or full_ranges(self._run))
             if f"{digest:016x}" == wanted:
                 log.info("the copy of the weights is whole", version=held.version, folder=str(self._folder))
-                return Shadow(self._folder, mapped, held.version, digest, self._needs)
+                told = int(held.whole, 16) if held.whole else None
+                whole = self._whole_digest(digest, told)
+                return Shadow(self._folder, mapped, held.version, digest, self._needs, whole)
             reason = f"its digest is {digest:016x}, that of version {held.version} is {wanted}"
         except (WeightsError, NotFound, OSError) as error:
             reason = str(error)
@@ -281,9 +286,9 @@ class Follower:
         shadow = self._shadow
         if shadow is None or shadow.version != manifest.version:
             raise Corrupt(f"{route.describe()} does not lead to version {manifest.version}")
-        if self._needs is None and f"{shadow.digest:016x}" != manifest.digest:
+        if shadow.whole is not None and f"{shadow.whole:016x}" != manifest.digest:
             # Without a hop, that is: a version that was replaced under its number.
-            raise _Spoilt(_other_digest(manifest, shadow.digest), None)
+            raise _Spoilt(_other_digest(manifest, shadow.whole), None)
         log.info(
             "version in the shadow",
             version=manifest.version,
@@ -398,7 +403,12 @@ class Follower:
             check_contents(self._run, files, hop.way.weight_map, self._name(hop))
             mapped = Mapped(self._run, files, hop.way.weight_map)
             digest = mapped.digest(self._needs or full_ranges(self._run))
-            self._check_full(hop, digest, wanted)
+            tiles = self._tiles_of(hop)
+            if tiles.known:
+                self._check_tiles(hop, tiles, digest)
+            whole = self._whole_digest(digest, tiles.digest() if tiles.known else None)
+            if wanted is not None and whole is not None and f"{whole:016x}" != wanted.digest:
+                raise Corrupt(_other_digest(wanted, whole))
         except Corrupt as error:
             raise _BadEdge(hop, error) from error
         self._drop()
@@ -411,29 +421,28 @@ class Follower:
         for file, path in zip(files, mapped.files, strict=True):
             file.replace(path)
         shadow = Shadow(self._folder, mapped, hop.version, digest, self._needs)
-        shadow.settle(hop.version, digest)
+        shadow.settle(hop.version, digest, whole)
         self._shadow = shadow
 
-    def _check_full(self, hop: Hop, digest: int, wanted: Manifest | None) -> None:
-        """That what is held is what the manifest says; by way of the tiles' digests, where only a part is held."""
-        tiles = self._tiles_of(hop)
-        if tiles.known and tiles.digest(self._needs) != digest:
+    def _check_tiles(self, hop: Hop, tiles: FullTiles, digest: int) -> None:
+        """That what came to lie in the files is what the digests of its tiles say."""
+        wanted = tiles.digest(self._needs)
+        if wanted != digest:
             raise Corrupt(
                 f"what {self._name(hop)} leads to has the digest {digest:016x}, the digests of its tiles make "
-                f"{tiles.digest(self._needs):016x}"
+                f"{wanted:016x}"
             )
-        whole = tiles.digest() if tiles.known else digest
-        if wanted is None or not (self._needs is None or tiles.known):
-            return
-        if f"{whole:016x}" != wanted.digest:
-            raise Corrupt(_other_digest(wanted, whole))
+
+    def _whole_digest(self, held: int, told: int | None) -> int | None:
+        """Of the whole state: of what is held, if that is all; else what the tables told; None: it is not known."""
+        return held if self._needs is None else told
 
     # ---------------------------------------------------------------- deltas
 
-    def _read_tiles(self, hop: Hop) -> list[FetchedTile]:
+    def _read_tiles(self, hop: Hop) -> _Change:
         """All tiles of a hop (those needed), checked to fit the run and one another."""
         found: list[FetchedTile] = []
-        changed = 0
+        changed = moved = 0
         try:
             for pack in hop.way.packs:
                 what = f"{pack.key} in {self._store.url}"
@@ -441,6 +450,7 @@ class Follower:
                 table = bytes(data[table_of(pack, what).start :])
                 tiles = pack_tiles(pack, table, self._run.tensors, what)
                 changed += sum(tile.changed for tile in tiles)
+                moved += sum(tile.moved for tile in tiles)
                 found += [
                     FetchedTile(tile, data[tile.offset : tile.offset + tile.size], pack.key)
                     for tile in tiles
@@ -458,9 +468,9 @@ class Follower:
                 )
         except Corrupt as error:
             raise _BadEdge(hop, error) from error
-        return found
+        return _Change(found, moved & MASK)
 
-    def _apply(self, hop: Hop, tiles: Sequence[FetchedTile], wanted: Manifest | None) -> None:
+    def _apply(self, hop: Hop, change: _Change, wanted: Manifest | None) -> None:
         shadow = self._shadow
         edge = (hop.way.base, hop.version)
         if shadow is None or shadow.version != hop.way.base:
@@ -468,13 +478,22 @@ class Follower:
         self._shadow = None  # until it is a state again
         shadow.begin()
         try:
-            digest = (shadow.digest + shadow.apply(tiles)) & MASK
+            digest = (shadow.digest + shadow.apply(change.tiles)) & MASK
         except Corrupt as error:
             raise _Spoilt(error.message, edge) from error
-        if wanted is not None and self._needs is None and f"{digest:016x}" != wanted.digest:
-            raise _Spoilt(_other_digest(wanted, digest), None)
-        shadow.settle(hop.version, digest)
+        told = None if shadow.whole is None else (shadow.whole + change.moved) & MASK
+        whole = self._whole_digest(digest, told)
+        if wanted is not None and whole is not None and f"{whole:016x}" != wanted.digest:
+            raise _Spoilt(_other_digest(wanted, whole), None)
+        shadow.settle(hop.version, digest, whole)
         self._shadow = shadow
+
+
+class _Change(NamedTuple):
+    """A delta."""
+
+    tiles: list[FetchedTile]  # those needed
+    moved: int  # what all of them add to the digest of the whole state
 
 
 class _Monotone:

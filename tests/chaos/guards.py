@@ -76,13 +76,9 @@ def _tile_hash() -> None:
 
 
 def _full_tile() -> None:
-    """That a tile of a full state, read alone, is what its digest says."""
+    """That a tile of a full state, read alone, is what its digest says: when it comes, and where it lies."""
     full_tiles.FullTile.right = lambda self, data: True
-
-
-def _sum_of_tiles() -> None:
-    """That a full state, or the part of it that is held, has the digest of its tiles, and these the manifest's."""
-    follower.Follower._check_full = lambda self, hop, digest, wanted: None
+    follower.Follower._check_tiles = lambda self, hop, tiles, digest: None
 
 
 def _tile_effect() -> None:
@@ -254,7 +250,6 @@ GUARDS: dict[str, Callable[[], None]] = {
     "hash of a pack": _pack_hash,
     "hash of a tile": _tile_hash,
     "digest of a full tile": _full_tile,
-    "sum of the tiles": _sum_of_tiles,
     "effect of a tile": _tile_effect,
     "digest of the state": _state_digest,
     "rehash of the cache": _cache_rehash,

@@ -280,10 +280,10 @@ class Guard(NamedTuple):
 GUARDS = [
     Guard("hash of a pack", damaged_pack_leaves_the_copy_alone),
     Guard("hash of a tile", damaged_tile_of_a_partial_reader),
-    Guard("digest of a full tile", damaged_full_version_of_a_partial_reader, ("sum of the tiles",)),
-    Guard("sum of the tiles", part_of_the_way_of_another_version),
+    Guard("digest of a full tile", damaged_full_version_of_a_partial_reader),
     Guard("effect of a tile", copy_damaged_under_a_living_reader),
     Guard("digest of the state", manifest_with_the_way_of_another_version),
+    Guard("digest of the state", part_of_the_way_of_another_version),
     Guard("rehash of the cache", cache_damaged_while_nobody_looks),
     Guard(
         "mark of a torn shadow", killed_while_a_tile_is_applied, ("rehash of the cache", "effect of a tile")

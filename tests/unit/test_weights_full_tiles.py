@@ -340,6 +340,42 @@ def test_digests_that_do_not_add_up_to_the_versions_are_refused(bucket: Bucket) 
         bucket.reader({"embed.weight": (0, 45)}).fetch(mixed)
 
 
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_delta_must_lead_to_the_versions_digest_also_where_a_part_is_held(
+    bucket: Bucket, restarted: bool
+) -> None:
+    """The rest of the state is not here, but what tables and tiles say of it is."""
+    needs = {"layer.bias": (0, 5)}
+    reader = bucket.reader(needs, "held")
+    reader.fetch(bucket.manifests[1])
+    if restarted:
+        reader.close()
+        reader = bucket.reader(needs, "held")
+        assert reader.fetch(bucket.manifests[1]).fetched_bytes == 0
+    state = bucket.changed(0.2, 3)
+    with pytest.raises(Corrupt, match="version 2 should have the digest 00000000deadbeef"):
+        reader.fetch(bucket.delta(state, digest="00000000deadbeef"))
+    reader.close()
+    reader = bucket.reader(needs, "held")
+    assert bucket.right(reader.fetch(bucket.manifests[1]).shards, 1, needs)
+
+
+def test_a_version_that_was_replaced_is_noticed_by_who_holds_a_part_of_it(bucket: Bucket) -> None:
+    needs = {"layer.bias": (0, 5)}
+    reader = bucket.reader(needs, "held")
+    reader.fetch(bucket.manifests[1])
+    other = {name: bits.copy() for name, bits in bucket.states[1].items()}
+    other["head.weight"].flat[3] ^= 1  # nothing that is held
+    del bucket.objects()["versions/0000000001.json"]
+    replaced = bucket.delta(other, base=0, version=1)
+    assert reader.fetch(replaced).path.startswith("from nothing")
+    reader.close()
+    del bucket.objects()["versions/0000000001.json"]
+    again = bucket.delta(bucket.changed(0.2, 8, bucket.states[0]), base=0, version=1)
+    reader = bucket.reader(needs, "held")
+    assert bucket.right(reader.fetch(again).shards, 1, needs)
+
+
 @pytest.mark.parametrize("needs", [None, {"embed.weight": (0, 45)}], ids=["whole", "part"])
 def test_a_pack_that_was_written_from_something_else_is_found_out(
     bucket: Bucket, needs: Needs | None
