@@ -45,8 +45,8 @@ def tiles_of_rows(run: RunInfo, shards: Shards, state: State) -> np.ndarray:
 
     tiles = np.zeros(first[-1], np.uint64)
     found = side_by_side(of, cuts, len(os.sched_getaffinity(0)))
-    for cut, digest in zip(cuts, found, strict=True):
-        tiles[first[cut.tensor] + cut.start // TILE] = digest  # a rank has one cut of a tile at the most
+    numbers = np.array([first[cut.tensor] + cut.start // TILE for cut in cuts], np.int64)
+    np.add.at(tiles, numbers, np.array(found, np.uint64))
     return tiles
 
 
@@ -57,7 +57,7 @@ def tiles_together(ranks: Ranks, mine: np.ndarray) -> np.ndarray:
     numbers = np.flatnonzero(mine)
     total = np.zeros_like(mine)
     for part in exchange(ranks, _Part(numbers.tobytes(), mine[numbers].tobytes())):
-        total[np.frombuffer(part.numbers, np.int64)] += np.frombuffer(part.digests, np.uint64)
+        np.add.at(total, np.frombuffer(part.numbers, np.int64), np.frombuffer(part.digests, np.uint64))
     return total
 
 
