@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 from async_rl.algo.losses import LossConfig, TokenSums, policy_loss
 from async_rl.algo.mismatch import token_measures, totals_by_slot
 from async_rl.algo.packing import MicroBatch
-from workers.head import HeadSettings, LogitMap
+from workers.head import HeadSettings, LogitMap, usual_budget
 from workers.policy import Ask, Policy, Scores
 from workers.pretrained import load_causal_lm
 from workers.process_group import RankGroup
@@ -124,7 +124,9 @@ class Learner:
             self._model.gradient_checkpointing_enable({"use_reentrant": False})
             self._model.train()  # transformers checkpoints only then; dropout is off anyway
         self._policy = Policy(
-            self._model, _head_settings(trainer, temperature, device), whole=trainer.head == "logits"
+            self._model,
+            _head_settings(trainer, temperature, device, self.vocab_size * self._dtype.itemsize),
+            whole=trainer.head == "logits",
         )
         _shard(self._policy, self._dtype, device, group.size)
 
@@ -297,11 +299,14 @@ class Learner:
         return torch.from_numpy(array).to(self._device, non_blocking=True)
 
 
-def _head_settings(trainer: TrainerConfig, temperature: float, device: torch.device) -> HeadSettings:
-    on_cpu = device.type == "cpu"
-    mib = trainer.head_tile_mib or (64 if on_cpu else 512)
-    compiled = trainer.head_compile == "always" or (trainer.head_compile == "auto" and not on_cpu)
-    return HeadSettings(LogitMap(), temperature, mib << 20, compiled)
+def _head_settings(
+    trainer: TrainerConfig, temperature: float, device: torch.device, token_bytes: int
+) -> HeadSettings:
+    """`token_bytes`: of the logits of one token."""
+    accelerator = device.type != "cpu"
+    budget = trainer.head_tile_mib << 20 or usual_budget(token_bytes, accelerator)
+    compiled = trainer.head_compile == "always" or (trainer.head_compile == "auto" and accelerator)
+    return HeadSettings(LogitMap(), temperature, budget, compiled)
 
 
 def _shard(policy: Policy, dtype: torch.dtype, device: torch.device, ranks: int) -> None:

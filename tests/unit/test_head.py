@@ -15,7 +15,16 @@ from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
 
 from workers import head_tile
-from workers.head import HeadSettings, LogitMap, Tiles, plan_rows, plan_tiles, token_loss, token_scores
+from workers.head import (
+    HeadSettings,
+    LogitMap,
+    Tiles,
+    plan_rows,
+    plan_tiles,
+    token_loss,
+    token_scores,
+    usual_budget,
+)
 
 MAPS = [LogitMap(), LogitMap(0.3), LogitMap(1.7, cap=2.0)]
 
@@ -313,6 +322,13 @@ def test_logits_that_are_kept_fit_into_the_budget_with_the_arithmetic_on_them(
         assert kept + rows.tokens * rows.words * logit_bytes <= budget
     if rows.tokens < tokens:
         assert 2 * (rows.tokens + 1) * words * kept_bytes > budget * 3 // 4
+
+
+def test_the_usual_budget_keeps_the_logits_of_some_hundreds_of_tokens_whatever_the_vocabulary():
+    assert usual_budget(40 * 4, accelerator=False) == 64 << 20
+    for words, size, accelerator, tokens in ((151_936, 4, False, 256), (262_144, 2, True, 1024)):
+        budget = usual_budget(words * size, accelerator)
+        assert 0.9 * tokens <= plan_rows(tokens * 10, words, 12, size, budget).tokens <= tokens
 
 
 def test_tiles_take_all_tokens_while_they_can_and_even_shares_of_the_words():
