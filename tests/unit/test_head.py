@@ -170,15 +170,20 @@ def test_types_of_the_trainer_give_it_to_their_rounding(
     assert_near(in_tiles(case, made, 0.5, fused, dtype), reference(case, logits, 0.9, 0.5), tolerance)
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["twice", "fused"])
-def test_sums_over_tiles_are_not_rounded_to_16_bits(monkeypatch: pytest.MonkeyPatch, fused: bool):
+@pytest.mark.parametrize(
+    ("fused", "budget"),
+    [(False, 10 * 4 * 64), (False, 10 * 4 * 2), (True, 4 * 2 * 256)],
+    ids=["four words", "four words of two tokens", "three tokens"],
+)
+def test_sums_over_tiles_are_not_rounded_to_16_bits(
+    monkeypatch: pytest.MonkeyPatch, fused: bool, budget: int
+):
     """Of 64 tiles each would add its own rounding; together no more than one."""
     monkeypatch.setattr(head_tile, "NARROWEST", 4)
     case = make_case(64, 256, width=8)
     case = case._replace(
         hidden=(case.hidden / 4).bfloat16().double(), weight=case.weight.bfloat16().double()
     )
-    budget = 4 * 2 * 256 if fused else 10 * 4 * 64  # three tokens, or four words, at a time
     found = in_tiles(case, HeadSettings(LogitMap(), 1.0, budget), 0.0, fused, torch.bfloat16)
     # The logits' own rounding is in both.
     rounded = (case.hidden.bfloat16() @ case.weight.bfloat16().T).double()
