@@ -162,6 +162,8 @@ class Learner:
                 greatest, torch.stack([value.double() for value in result.greatest]).cpu()
             )
             by_slot += measures
+        if self._reference is not None:
+            self._reference.reshard()  # without a backward pass FSDP would keep a part of it gathered
         squares = sum(
             (_local(g).double().square().sum() for g in self._gradients()),
             torch.zeros((), dtype=torch.float64),
@@ -189,7 +191,9 @@ class Learner:
     @torch.no_grad()
     def frozen_logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Of each micro-batch [K], of the policy as it is now. Collective."""
-        return [self.logprobs(row)[0] for row in micro_batches]
+        found = [self.logprobs(row)[0] for row in micro_batches]
+        self._model.reshard()  # else the next pass would see these weights, whatever has become of them
+        return found
 
     def logprobs(self, row: MicroBatch, of: Any = None) -> tuple[Tensor, Tensor, Tensor]:
         """log pi of the targets at the loss tokens, float32 [K]; entropy there [K]; the indices of these
