@@ -119,7 +119,7 @@ def test_value_and_gradient_equal_the_reference(config, samples):
 
 @pytest.mark.long
 @every_loss
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(samples=batches)
 def test_value_and_gradient_equal_the_reference_on_many_more(config, samples):
     check(config, samples)
