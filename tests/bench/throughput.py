@@ -1,0 +1,195 @@
+"""The optimisation step alone against TRL's GRPOTrainer: tokens per second, and memory above what both must hold.
+
+Same model, same samples with a long tail of lengths, same threads, as many micro-batches, beta = 0, on policy. Ours
+packs samples end to end; TRL pads every prompt and every completion to the longest of the batch. That both compute the
+same is looked at first: the loss and the whole gradient of the first step.
+
+Tokens are those of the samples; padding counts for nobody. Memory is the peak of the process above its size after the
+first optimizer step, less the gradients (peers/memory.py). Each side runs alone, in turn, and its fastest step counts:
+machines are busy with other things, never faster than they are.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from tests.bench.claims import Claim
+from tests.bench.peers.runs import OURS, SideFailed, peers_python, run_side
+from tests.bench.peers.samples import Samples, draw, save
+
+__all__ = ["gradient_distance", "run"]
+
+THREADS = 2
+LIMIT_S = 160.0
+STEPS = 3
+VOCABULARY = 32_000
+GROUPS, GROUP = 8, 8
+MICRO_BATCHES = 8
+
+TRL_VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {"checkpointing": False, "bf16": False},
+    "checkpointed": {"checkpointing": True, "bf16": False},  # its default where there is no bfloat16
+}
+OUR_VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {"checkpointing": False},
+    "checkpointed": {"checkpointing": True},
+}
+
+
+def run(scratch: Path, console: Console) -> list[Claim]:
+    python = peers_python()
+    if python is None:
+        console.print(
+            "skipped: no interpreter with trl; `make bench` makes .venv-peers, or name one in ASYNC_RL_PEERS_PYTHON"
+        )
+        return []
+    samples = draw(1, GROUPS, GROUP, VOCABULARY, longest=1024)
+    common = {
+        "model": str(write_model(scratch / "model")),
+        "samples": str(save(samples, scratch / "samples.npz")),
+        "threads": THREADS,
+        "steps": STEPS,
+    }
+    console.print(
+        f"{len(samples.prompts_S)} samples, {samples.inputs} tokens, the longest "
+        f"{int((samples.prompts_S + samples.completions_S).max())}; padded they are {samples.rectangle}"
+    )
+    ours: dict[str, dict[str, Any]] = {}
+    theirs: dict[str, dict[str, Any]] = {}
+    limit = row_limit(samples, MICRO_BATCHES)
+    for name in OUR_VARIANTS:
+        ours[name] = _side(
+            console,
+            f"ours, {name}",
+            OURS,
+            "step_ours",
+            {
+                **common,
+                **OUR_VARIANTS[name],
+                "microbatch_tokens": limit,
+                "gradients": str(scratch / "ours.safetensors") if name == "plain" else "",
+            },
+            scratch / f"ours-{name}",
+        )
+        theirs[name] = _side(
+            console,
+            f"TRL, {name}",
+            python,
+            "step_trl",
+            {
+                **common,
+                **TRL_VARIANTS[name],
+                "batch": len(samples.prompts_S) // MICRO_BATCHES,
+                "gradients": str(scratch / "trl.safetensors") if name == "plain" else "",
+            },
+            scratch / f"trl-{name}",
+        )
+    return _claims(samples, ours, theirs, scratch)
+
+
+def _side(
+    console: Console, label: str, python: str, module: str, asked: dict[str, Any], folder: Path
+) -> dict[str, Any]:
+    try:
+        result = run_side(python, f"tests.bench.peers.{module}", asked, folder, LIMIT_S)
+    except SideFailed as error:
+        raise RuntimeError(f"{label}: {error}") from error
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    console.print(
+        f"{label} ({versions}): {min(result['times']):.2f} s a step, {result['micro_batches']} micro-batches, "
+        f"{result['above'] / 1e6:.0f} MB above weights, gradients and optimizer, {result['peak'] / 1e6:.0f} MB in all"
+    )
+    return result
+
+
+def _claims(
+    samples: Samples, ours: dict[str, dict[str, Any]], theirs: dict[str, dict[str, Any]], scratch: Path
+) -> list[Claim]:
+    def rate(side: dict[str, Any]) -> float:
+        return samples.inputs / min(side["times"])
+
+    best = max(theirs, key=lambda name: rate(theirs[name]))
+    mine, peer = ours["plain"], theirs[best]
+    same = f"{mine['micro_batches']} micro-batches each, {THREADS} threads"
+    distance = gradient_distance(scratch / "ours.safetensors", scratch / "trl.safetensors")
+    return [
+        Claim(
+            "gradient of ours and of TRL's, distance",
+            distance,
+            at_most=1e-3,
+            how=f"of the norm, first step; loss {mine['loss']:.6f} and {theirs['plain']['loss']:.6f}",
+        ),
+        Claim(
+            "training tokens/s / TRL's",
+            rate(mine) / rate(peer),
+            unit="x",
+            at_least=1.5,
+            how=f"{rate(mine):.0f} and {rate(peer):.0f} (its faster, {best}); {same}",
+        ),
+        *(
+            Claim(
+                f"memory above weights, gradients, optimizer / TRL's, {name}",
+                ours[name]["above"] / theirs[name]["above"],
+                unit="x",
+                at_most=0.5,
+                how=f"{ours[name]['above'] / 1e6:.0f} MB and {theirs[name]['above'] / 1e6:.0f} MB; {same}",
+            )
+            for name in ours
+        ),
+    ]
+
+
+def row_limit(samples: Samples, rows: int) -> int:
+    """The smallest limit of tokens with which packing makes that many micro-batches, as many as TRL's."""
+    from async_rl.algo.packing import best_fit_decreasing
+
+    lengths = (samples.prompts_S + samples.completions_S - 1).tolist()
+    limit = max(-(-sum(lengths) // rows), max(lengths))
+    while len(best_fit_decreasing(lengths, limit)) > rows:
+        limit += 1
+    return limit
+
+
+def gradient_distance(one: Path, other: Path) -> float:
+    """|a - b| / |b| over all tensors of two files, whose names must be the same."""
+    from safetensors.numpy import load_file
+
+    a, b = load_file(one), load_file(other)
+    if a.keys() != b.keys():
+        raise ValueError(f"the gradients of different tensors: {sorted(a.keys() ^ b.keys())[:4]}")
+    apart = sum(float(np.square(a[name].astype(np.float64) - b[name]).sum()) for name in b)
+    return float(np.sqrt(apart / sum(float(np.square(b[name].astype(np.float64)).sum()) for name in b)))
+
+
+def write_model(folder: Path) -> Path:
+    """A Qwen3 of 12 million weights, 8 of them its vocabulary of 32 thousand; every value one that bfloat16 has."""
+    import torch
+
+    from workers.pretrained import hide_broken_media_packages
+    from workers.tiny_model import new_tokenizer
+
+    hide_broken_media_packages()
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=32,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=2,
+    )
+    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    new_tokenizer().save_pretrained(folder)
+    return folder
