@@ -13,7 +13,7 @@ exactly those. With bfloat16 products FSDP rounds the float32 masters as it gath
 that lacks bfloat16 instructions emulates them six times slower than float32), the module holds the rounded
 values in float32 and the masters lie beside it.
 
-Legend: T tokens of a micro-batch, K of them loss tokens, V vocabulary.
+Legend: T tokens of a micro-batch, K of them loss tokens, k some of these.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,12 +33,17 @@ from torch.distributed.tensor import DTensor
 from async_rl.algo.losses import LossConfig, TokenSums, policy_loss
 from async_rl.algo.mismatch import token_measures, totals_by_slot
 from async_rl.algo.packing import MicroBatch
-from workers.packed_attention import attention_inputs, fits, use_packed_attention
-from workers.pretrained import load_causal_lm
+from workers.head import HeadSettings, LogitMap
+from workers.packed_attention import load_model
+from workers.policy import Ask, Policy, Scores
 from workers.process_group import RankGroup
 from workers.settings import ModelConfig, TrainerConfig
 
 __all__ = ["Learner", "OptimizerRows", "StepStats", "compute_dtype", "warmup_factor"]
+
+SUMS_OVER_TOKENS = frozenset({"dppo_tv"})
+"""Losses in which a token's part depends on no other token's log-probability: their gradients are made together with
+the log-probabilities (head.token_loss)."""
 
 
 @dataclass(frozen=True)
@@ -112,13 +116,16 @@ class Learner:
         self._trainer, self._loss, self._temperature = trainer, loss, temperature
         self._group, self._device = group, device
         self._dtype = compute_dtype(model.dtype, device)
-        self._model = _load(model, device)
+        self._model = load_model(model, device)
         self.vocab_size: int = self._model.get_input_embeddings().weight.shape[0]
         _turn_off_dropout(self._model)
         if model.activation_checkpointing:
             self._model.gradient_checkpointing_enable({"use_reentrant": False})
             self._model.train()  # transformers checkpoints only then; dropout is off anyway
-        _shard(self._model, self._dtype, device, group.size)
+        self._policy = Policy(
+            self._model, _head_settings(trainer, temperature, device), whole=trainer.head == "logits"
+        )
+        _shard(self._policy, self._dtype, device, group.size)
 
         self._seen: dict[str, DTensor] = dict(self._model.named_parameters())
         self._masters = self._seen
@@ -127,6 +134,7 @@ class Learner:
         self.updates = 0  # of the optimizer: steps less refused ones
         self._optimizer = _adamw(self._masters, trainer)
         self._show_masters()
+        self._policy.check(device)
 
     def parameters(self) -> dict[str, DTensor]:
         """Hugging Face names to sharded parameters; rounded to bfloat16 they are what the forward pass
@@ -171,34 +179,41 @@ class Learner:
         A row without loss tokens gives its first token, so that the pass still has something to go backward
         from.
         """
+        ask = self._ask(row)
+        scores = self._scores(row, ask)
+        return scores.logprobs_K, scores.entropy_K, ask.kept_K
+
+    def _ask(self, row: MicroBatch) -> Ask:
         kept_K = torch.from_numpy(row.loss_mask_T).nonzero().squeeze(-1)
         kept_K = (kept_K if len(kept_K) else torch.zeros(1, dtype=torch.int64)).to(self._device)
-        output = self._model(
-            input_ids=self._to_device(row.input_ids_T)[None],
-            # Where positions restart, transformers cuts attention: no sample sees another.
-            position_ids=self._to_device(row.position_ids_T)[None],
-            **attention_inputs(self._model, torch.from_numpy(row.position_ids_T)),
-            use_cache=False,
-            logits_to_keep=kept_K,  # logits of prompt tokens would be the largest tensor, for nothing
+        return Ask(kept_K, self._to_device(row.targets_T)[kept_K])
+
+    def _scores(self, row: MicroBatch, ask: Ask) -> Scores:
+        scores: Scores = self._policy(
+            self._to_device(row.input_ids_T), self._to_device(row.position_ids_T), ask
         )
-        logits_KV = output.logits[0].float() / self._temperature
-        logprobs_KV = logits_KV.log_softmax(-1)
-        targets_K = self._to_device(row.targets_T)[kept_K]
-        with torch.no_grad():
-            entropy_K = -(logprobs_KV.exp() * logprobs_KV).nan_to_num().sum(-1)
-        return logprobs_KV.gather(-1, targets_K[:, None]).squeeze(-1), entropy_K, kept_K
+        if not torch.is_grad_enabled():
+            self._policy.give_back()  # what a backward pass would have given back
+        return scores
 
     def _loss_of(self, row: MicroBatch, slots: int) -> tuple[Tensor, TokenSums, Tensor, Tensor, Any]:
-        logprobs_K, entropy_K, kept_K = self.logprobs(row)
+        ask = self._ask(row)
+        kept_K = ask.kept_K
         mask_K = self._to_device(row.loss_mask_T)[kept_K]
-        loss, sums, ratio_max = policy_loss(
-            logprobs_K,
-            self._to_device(row.behaviour_T)[kept_K],
-            self._to_device(row.advantages_T)[kept_K],
-            mask_K,
-            self._to_device(row.lags_T)[kept_K] == 0,
-            self._loss,
-        )
+        behaviour_K = self._to_device(row.behaviour_T)[kept_K]
+        advantages_K = self._to_device(row.advantages_T)[kept_K]
+        fresh_K = self._to_device(row.lags_T)[kept_K] == 0
+
+        def loss_of(logprobs_k: Tensor, k: slice) -> tuple[Tensor, TokenSums, Tensor]:
+            return policy_loss(
+                logprobs_k, behaviour_K[k], advantages_K[k], mask_K[k], fresh_K[k], self._loss
+            )
+
+        if self._loss.name in SUMS_OVER_TOKENS:
+            ask.loss_of = lambda logprobs_k, entropy_k, k: loss_of(logprobs_k, k)[0]
+        logprobs_K, entropy_K, fused, _ = self._scores(row, ask)
+        loss, sums, ratio_max = loss_of(logprobs_K, slice(None))
+        loss = loss if fused is None else fused
         measures = np.zeros((slots, 4))
         if slots:
             kept = kept_K.cpu().numpy()
@@ -278,25 +293,22 @@ class Learner:
         return torch.from_numpy(array).to(self._device, non_blocking=True)
 
 
-def _load(config: ModelConfig, device: torch.device) -> Any:
-    """With the attention that `config` asks for."""
-    packed = config.attention == "packed"
-    attention = "sdpa" if config.attention in ("auto", "packed") else config.attention
-    model = load_causal_lm(Path(config.path), dtype=torch.float32, attention=attention)
-    if packed or (config.attention == "auto" and device.type == "cpu" and fits(model)):
-        use_packed_attention(model)
-    return model
+def _head_settings(trainer: TrainerConfig, temperature: float, device: torch.device) -> HeadSettings:
+    on_cpu = device.type == "cpu"
+    mib = trainer.head_tile_mib or (64 if on_cpu else 512)
+    compiled = trainer.head_compile == "always" or (trainer.head_compile == "auto" and not on_cpu)
+    return HeadSettings(LogitMap(), temperature, mib << 20, compiled)
 
 
-def _shard(model: Any, dtype: torch.dtype, device: torch.device, ranks: int) -> None:
+def _shard(policy: Policy, dtype: torch.dtype, device: torch.device, ranks: int) -> None:
     """FSDP2 in place: one unit per decoder layer, one for the rest (embeddings, head, last norm)."""
     mesh = init_device_mesh(device.type, (ranks,))
     half = dtype if dtype != torch.float32 else None
-    policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
-    for layer in _decoder_layers(model):
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    for module in model.modules():
+    precision = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
+    for layer in _decoder_layers(policy.model):
+        fully_shard(layer, mesh=mesh, mp_policy=precision)
+    fully_shard(policy, mesh=mesh, mp_policy=precision)
+    for module in policy.modules():
         if isinstance(module, FSDPModule):
             # FSDP averages over ranks by default; ours is a sum, divided by the loss tokens of the whole
             # batch.

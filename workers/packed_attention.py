@@ -1,10 +1,10 @@
 """Attention over a packed row, sample by sample.
 
 The row's mask forbids a sample to see another, so most of a [T, T] attention is computed to be thrown away: for n
-samples of one length all but one part in n, and half of that is above the diagonal. Here the row is cut where positions
-restart. Each sample attends by itself, causally and without a mask; neighbours of one length go together (packing
-lays the longest first, so equal ones are neighbours). The cuts are views, and torch glues their gradients together in
-one go.
+samples of one length all but one part in n, and half of that is above the diagonal. Here the row is cut where
+positions restart. Each sample attends by itself, causally and without a mask; neighbours of one length go
+together (packing lays the longest first, so equal ones are neighbours). The cuts are views, and torch glues their
+gradients together in one go.
 
 It is a function that transformers calls in place of its own (its AttentionInterface). The cuts come with the model's
 inputs, `cuts=cuts_of(position_ids)`, and transformers hands them on to every layer, in the recomputation of a
@@ -17,6 +17,7 @@ D width of a head.
 from __future__ import annotations
 
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,8 +25,18 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from async_rl.errors import ConfigError
+from workers.pretrained import load_causal_lm
+from workers.settings import ModelConfig
 
-__all__ = ["Cuts", "attention_inputs", "cuts_of", "fits", "packed_attention", "use_packed_attention"]
+__all__ = [
+    "Cuts",
+    "attention_inputs",
+    "cuts_of",
+    "fits",
+    "load_model",
+    "packed_attention",
+    "use_packed_attention",
+]
 
 PACKED = "async_rl_packed"
 """Its name among transformers' attentions."""
@@ -59,6 +70,17 @@ def fits(model: Any) -> bool:
     )
 
 
+def load_model(config: ModelConfig, device: torch.device) -> Any:
+    """The policy in host memory and float32, with the attention that `config` asks for. Raises ConfigError."""
+    attention = "sdpa" if config.attention in ("auto", "packed") else config.attention
+    model = load_causal_lm(Path(config.path), dtype=torch.float32, attention=attention)
+    if config.attention == "packed" or (
+        config.attention == "auto" and device.type == "cpu" and fits(model)
+    ):
+        use_packed_attention(model)
+    return model
+
+
 def use_packed_attention(model: Any) -> None:
     """From now on this model attends so, and wants `cuts`. Raises ConfigError where it would not be the same.
 
@@ -76,7 +98,7 @@ def use_packed_attention(model: Any) -> None:
 
 def attention_inputs(model: Any, position_ids_T: Tensor) -> dict[str, Any]:
     """What a forward pass needs besides its tokens and positions."""
-    packed = model.config.get_text_config()._attn_implementation == PACKED
+    packed = getattr(getattr(model, "config", None), "_attn_implementation", "") == PACKED
     return {"cuts": cuts_of(position_ids_T)} if packed else {}
 
 

@@ -71,6 +71,16 @@ class TrainerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     microbatch_tokens: AtLeastOne = 4096
     """Tokens packed into one forward pass; a longer sample gets one of its own. Memory grows with it; so does the
     time of attention, with its square, unless model.attention is packed or flash_attention_2."""
+    head: Literal["auto", "logits"] = "auto"
+    """How log-probabilities are made. auto: in tiles, never all logits at once (workers/head.py), where the model's
+    last layer is a plain one; what it does to its logits is found out at the start. logits: all of them at once."""
+    head_tile_mib: Count = 0
+    """Memory of one tile of logits and of what is computed from it. 0: 64 on a CPU, whose caches like tiles small and
+    whose products do not mind (a quarter of it took a fifth more time, on two cores); 512 on an accelerator, whose
+    products want hundreds of tokens and thousands of words."""
+    head_compile: Literal["auto", "always", "never"] = "auto"
+    """The arithmetic on a tile by torch.compile, one pass over memory instead of ten. auto: on an accelerator, where
+    memory is what it waits for; on a CPU it wants a C++ compiler."""
     max_refused_steps: AtLeastOne = 5
     """Stop after this many steps in a row were refused for a loss or gradient that is not finite."""
 

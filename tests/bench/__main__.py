@@ -24,11 +24,14 @@ BENCHES = {
     "codec": "bytes and speed of a delta, ours and others', on real optimizer steps",
     "fleet": "a thousand workers at one orchestrator against a bare ROUTER; encoding",
     "full": "full versions against bare boto3, and the memory of weight sync",
+    "head": "memory and time of log-probabilities in tiles, against whole logits and TRL",
     "history": "bytes of 300 versions in the bucket, and what a late reader reads",
     "load": "tokens/s with as many leases as the engine's load asks for, against a constant",
     "overlap": "asynchronous step time against the slower of rollout and training",
     "pause": "the engine's pause for a new version against a full checkpoint inside it",
+    "reward": "time to a reward of 0.9 on the reverse task, against TRL's GRPO with its own generation",
     "sync": "publish to ready over a link of 200 Mbit/s and 40 ms, against others",
+    "throughput": "the optimisation step alone against TRL's GRPO: tokens/s and memory",
     "upkeep": "a trainer's steps with skip deltas, anchors and garbage collection, against without",
 }
 

@@ -3,8 +3,9 @@
 The task is the demo's (reverse four letters), so is the model, 16 prompts times 8 samples a step; in a second pair of
 runs the reward takes 0.5 to 1 s, with a tail (peers/slow.py), awaited for all samples at once by both.
 
-    ours   real processes as in the demo: an S3 server, trainer and orchestrator, a rollout worker with vLLM; the demo's
-           settings. One core for the trainer, the other for the engine. The clock begins when the worker serves.
+    ours   real processes as in the demo: an S3 server, trainer and orchestrator, a rollout worker with vLLM; the
+           demo's settings. One core for the trainer, the other for the engine. The clock begins when the worker
+           serves.
     TRL    GRPOTrainer with transformers' generate on both cores. The clock begins with its first step, and stands
            still while the held-out reward is measured (ours goes on: the engine measures between other work).
 
@@ -28,7 +29,8 @@ from async_rl.cli.demo import last_core
 from async_rl.store.local_server import LocalServer
 from tests.bench.claims import Claim
 from tests.bench.peers.crossing import crossing
-from tests.bench.peers.runs import ROOT, peers_python, run_side
+from tests.bench.peers.runs import ROOT, run_side
+from tests.bench.trl_env import trl_python
 from tests.runs import LocalRun
 
 __all__ = ["run"]
@@ -72,12 +74,9 @@ SLOW_PARALLEL = 512
 
 
 def run(scratch: Path, console: Console) -> list[Claim]:
-    python = peers_python()
+    python = trl_python(console)
     if python is None:
-        console.print(
-            "skipped: no interpreter with trl; `make bench` makes .venv-peers, or name one in "
-            "ASYNC_RL_PEERS_PYTHON"
-        )
+        console.print("skipped: there is nothing to compare with")
         return []
     if not hasattr(os, "sched_setaffinity") or len(os.sched_getaffinity(0)) < 2:
         console.print("skipped: it needs two cores and Linux to pin to them")
@@ -112,7 +111,9 @@ def _claim(name: str, ours: dict[str, Any], theirs: dict[str, Any], aim: float) 
 # ---------------------------------------------------------------- the two sides
 
 
-def trl_points(python: str, folder: Path, model: Path, *, slow: bool, **changes: Any) -> dict[str, Any]:
+def trl_points(
+    python: Path | str, folder: Path, model: Path, *, slow: bool, **changes: Any
+) -> dict[str, Any]:
     asked = {
         "model": str(model),
         "environment": ENVIRONMENT,

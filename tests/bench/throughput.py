@@ -1,12 +1,12 @@
 """The optimisation step alone against TRL's GRPOTrainer: tokens per second, and memory above what both must hold.
 
 Same model, same samples with a long tail of lengths, same threads, as many micro-batches, beta = 0, on policy. Ours
-packs samples end to end; TRL pads every prompt and every completion to the longest of the batch. That both compute the
-same is looked at first: the loss and the whole gradient of the first step.
+packs samples end to end; TRL pads every prompt and every completion to the longest of the batch. That both compute
+the same is looked at first: the loss and the whole gradient of the first step.
 
 Tokens are those of the samples; padding counts for nobody. Memory is the peak of the process above its size after the
-first optimizer step, less the gradients (peers/memory.py). Each side runs alone, in turn, and its fastest step counts:
-machines are busy with other things, never faster than they are.
+first optimizer step, less the gradients (peers/memory.py). Each side runs alone, in turn, and its fastest step
+counts: machines are busy with other things, never faster than they are.
 """
 
 from __future__ import annotations
@@ -18,81 +18,69 @@ import numpy as np
 from rich.console import Console
 
 from tests.bench.claims import Claim
-from tests.bench.peers.runs import OURS, SideFailed, peers_python, run_side
+from tests.bench.peers.runs import OURS, SideFailed, run_side
 from tests.bench.peers.samples import Samples, draw, save
+from tests.bench.trl_env import trl_python
 
 __all__ = ["gradient_distance", "run"]
 
 THREADS = 2
 LIMIT_S = 160.0
-STEPS = 3
+STEPS = 2
 VOCABULARY = 32_000
-GROUPS, GROUP = 8, 8
-MICRO_BATCHES = 8
+GROUPS, GROUP, MEDIAN, LONGEST = 4, 8, 64, 512
+MICRO_BATCHES = 4
 
-TRL_VARIANTS: dict[str, dict[str, Any]] = {
-    "plain": {"checkpointing": False, "bf16": False},
-    "checkpointed": {"checkpointing": True, "bf16": False},  # its default where there is no bfloat16
-}
-OUR_VARIANTS: dict[str, dict[str, Any]] = {
+OURS_WAYS: dict[str, dict[str, Any]] = {
     "plain": {"checkpointing": False},
     "checkpointed": {"checkpointing": True},
 }
+TRL_WAYS: dict[str, dict[str, Any]] = {
+    "checkpointed": {"checkpointing": True, "compact": True},  # its default
+    "plain": {"checkpointing": False, "compact": True},
+    "untouched head": {"checkpointing": False, "compact": False},
+    "narrow": {"checkpointing": False, "compact": True},
+}
+"""narrow: so few samples in a micro-batch that it is, with its padding, as wide as ours."""
 
 
 def run(scratch: Path, console: Console) -> list[Claim]:
-    python = peers_python()
+    python = trl_python(console)
     if python is None:
-        console.print(
-            "skipped: no interpreter with trl; `make bench` makes .venv-peers, or name one in ASYNC_RL_PEERS_PYTHON"
-        )
+        console.print("skipped: there is nothing to compare with")
         return []
-    samples = draw(1, GROUPS, GROUP, VOCABULARY, longest=1024)
+    samples = draw(1, GROUPS, GROUP, VOCABULARY, LONGEST, MEDIAN)
+    limit = row_limit(samples, MICRO_BATCHES)
+    console.print(
+        f"{samples.count} samples, {samples.inputs} tokens, the longest {samples.longest}; padded they are "
+        f"{samples.rectangle}"
+    )
     common = {
         "model": str(write_model(scratch / "model")),
         "samples": str(save(samples, scratch / "samples.npz")),
         "threads": THREADS,
         "steps": STEPS,
+        "microbatch_tokens": limit,
+        "batch": samples.count // MICRO_BATCHES,
+        "gradients": "",
     }
-    console.print(
-        f"{len(samples.prompts_S)} samples, {samples.inputs} tokens, the longest "
-        f"{int((samples.prompts_S + samples.completions_S).max())}; padded they are {samples.rectangle}"
-    )
-    ours: dict[str, dict[str, Any]] = {}
-    theirs: dict[str, dict[str, Any]] = {}
-    limit = row_limit(samples, MICRO_BATCHES)
-    for name in OUR_VARIANTS:
-        ours[name] = _side(
-            console,
-            f"ours, {name}",
-            OURS,
-            "step_ours",
-            {
-                **common,
-                **OUR_VARIANTS[name],
-                "microbatch_tokens": limit,
-                "gradients": str(scratch / "ours.safetensors") if name == "plain" else "",
-            },
-            scratch / f"ours-{name}",
-        )
-        theirs[name] = _side(
-            console,
-            f"TRL, {name}",
-            python,
-            "step_trl",
-            {
-                **common,
-                **TRL_VARIANTS[name],
-                "batch": len(samples.prompts_S) // MICRO_BATCHES,
-                "gradients": str(scratch / "trl.safetensors") if name == "plain" else "",
-            },
-            scratch / f"trl-{name}",
-        )
+    ours, theirs = {}, {}
+    for name, way in OURS_WAYS.items():
+        gradients = str(scratch / "ours.safetensors") if name == "plain" else ""
+        asked = {**common, **way, "gradients": gradients}
+        ours[name] = _side(console, f"ours, {name}", OURS, "step_ours", asked, scratch / f"ours-{name}")
+    for name, way in TRL_WAYS.items():
+        asked = {**common, **way}
+        if name == "plain":
+            asked["gradients"] = str(scratch / "trl.safetensors")
+        if name == "narrow":
+            asked["batch"] = narrow_batch(samples, limit)
+        theirs[name] = _side(console, f"TRL, {name}", python, "step_trl", asked, scratch / f"trl-{name}")
     return _claims(samples, ours, theirs, scratch)
 
 
 def _side(
-    console: Console, label: str, python: str, module: str, asked: dict[str, Any], folder: Path
+    console: Console, label: str, python: Path | str, module: str, asked: dict[str, Any], folder: Path
 ) -> dict[str, Any]:
     try:
         result = run_side(python, f"tests.bench.peers.{module}", asked, folder, LIMIT_S)
@@ -101,9 +89,13 @@ def _side(
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     console.print(
         f"{label} ({versions}): {min(result['times']):.2f} s a step, {result['micro_batches']} micro-batches, "
-        f"{result['above'] / 1e6:.0f} MB above weights, gradients and optimizer, {result['peak'] / 1e6:.0f} MB in all"
+        f"{_megabytes(result['above'])} above weights, gradients and optimizer, {_megabytes(result['peak'])} in all"
     )
     return result
+
+
+def _megabytes(count: float) -> str:
+    return f"{count / 1e6:.0f} MB"
 
 
 def _claims(
@@ -112,9 +104,19 @@ def _claims(
     def rate(side: dict[str, Any]) -> float:
         return samples.inputs / min(side["times"])
 
-    best = max(theirs, key=lambda name: rate(theirs[name]))
-    mine, peer = ours["plain"], theirs[best]
-    same = f"{mine['micro_batches']} micro-batches each, {THREADS} threads"
+    def memory(name: str, mine: dict[str, Any], peer: dict[str, Any], aim: float | None = None) -> Claim:
+        return Claim(
+            f"memory above weights, gradients and optimizer / TRL's, {name}",
+            mine["above"] / peer["above"],
+            unit="x",
+            at_most=aim,
+            how=f"{_megabytes(mine['above'])} and {_megabytes(peer['above'])}; "
+            f"{mine['micro_batches']} and {peer['micro_batches']} micro-batches",
+        )
+
+    wide = {name: side for name, side in theirs.items() if name != "narrow"}
+    best = max(wide, key=lambda name: rate(wide[name]))
+    mine, peer, narrow = ours["plain"], theirs[best], theirs["narrow"]
     distance = gradient_distance(scratch / "ours.safetensors", scratch / "trl.safetensors")
     return [
         Claim(
@@ -128,19 +130,26 @@ def _claims(
             rate(mine) / rate(peer),
             unit="x",
             at_least=1.5,
-            how=f"{rate(mine):.0f} and {rate(peer):.0f} (its faster, {best}); {same}",
+            how=f"{rate(mine):.0f} and {rate(peer):.0f} ({best}); {mine['micro_batches']} micro-batches each, "
+            f"{THREADS} threads",
         ),
-        *(
-            Claim(
-                f"memory above weights, gradients, optimizer / TRL's, {name}",
-                ours[name]["above"] / theirs[name]["above"],
-                unit="x",
-                at_most=0.5,
-                how=f"{ours[name]['above'] / 1e6:.0f} MB and {theirs[name]['above'] / 1e6:.0f} MB; {same}",
-            )
-            for name in ours
+        Claim(
+            "training tokens/s / TRL's, as wide with its padding",
+            rate(mine) / rate(narrow),
+            unit="x",
+            how=f"{rate(mine):.0f} and {rate(narrow):.0f}; {mine['micro_batches']} and "
+            f"{narrow['micro_batches']} micro-batches",
         ),
+        memory("plain", mine, theirs["plain"], 0.5),
+        memory("checkpointed", ours["checkpointed"], theirs["checkpointed"], 0.5),
+        memory("as wide with its padding", mine, narrow),
     ]
+
+
+def narrow_batch(samples: Samples, limit: int) -> int:
+    """Samples of a padded micro-batch of about `limit` tokens; it divides their number."""
+    wanted = max(1, limit * samples.count // samples.rectangle)
+    return max(size for size in range(1, wanted + 1) if samples.count % size == 0)
 
 
 def row_limit(samples: Samples, rows: int) -> int:

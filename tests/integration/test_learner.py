@@ -125,6 +125,24 @@ def test_the_packed_logprobs_would_differ_if_samples_saw_each_other(model: Path,
     assert (apart - together).abs().max() > 1e-2
 
 
+def test_a_pass_without_gradients_holds_no_weights_that_the_next_one_would_see(
+    model: Path, group: RankGroup
+):
+    """Neither the check of the model at the start, nor log-probabilities alone."""
+    learner = make_learner(model, group)
+    sample = dataclasses.replace(make_samples(1)[0], mask_C=np.ones(len(make_samples(1)[0].tokens_C)))
+    [[row]] = pack([sample], limit=1000, ranks=1)
+    plain = rounded_model(model)
+    for _ in range(2):
+        with torch.no_grad():
+            for rows in learner.rows().values():
+                rows.param.mul_(0.5)
+            for parameter in plain.parameters():
+                parameter.mul_(0.5)
+            learner.restored(1)
+            assert torch.allclose(learner.logprobs(row)[0], alone(plain, sample, 1.0), atol=2e-5)
+
+
 @pytest.mark.parametrize("limit", [8, 40, 1000])
 def test_gradients_equal_a_plain_loop_over_samples_however_they_are_packed(
     model: Path, group: RankGroup, limit: int

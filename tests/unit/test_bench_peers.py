@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ from safetensors.numpy import save_file
 
 from async_rl.algo.packing import best_fit_decreasing
 from tests.bench.peers.crossing import crossing
-from tests.bench.peers.runs import SideFailed, peers_python, run_side
+from tests.bench.peers.runs import SideFailed, run_side
 from tests.bench.peers.samples import draw, load, save
 from tests.bench.peers.slow import FLOOR_S, LIMIT_S, SlowReverse, latency_s
 from tests.bench.reward import points_of
@@ -76,10 +77,6 @@ def test_the_judge_is_slow_with_a_tail_and_at_once_with_held_out_prompts() -> No
     assert all(latency_s(task.prompt("eval", n).messages[-1].content, "abcd") == 0.0 for n in range(50))
 
 
-def test_a_side_that_fails_says_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
+def test_a_side_that_fails_says_how(tmp_path: Path) -> None:
     with pytest.raises(SideFailed, match="no_such_module"):
         run_side(sys.executable, "no_such_module", {"threads": 1}, tmp_path / "side", 60.0)
-    monkeypatch.setenv("ASYNC_RL_PEERS_PYTHON", str(tmp_path / "nowhere"))
-    assert peers_python() is None

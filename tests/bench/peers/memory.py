@@ -1,8 +1,8 @@
 """What a process holds beyond weights, gradients and optimizer, as the kernel counts it.
 
-The kernel keeps the highest resident size of a process (VmHWM) and forgets it when told to. Between two steps, with the
-optimizer's state made and the gradients freed, what is resident is the base; the peak of the following steps above it,
-less the bytes of the gradients, is what forward and backward passes need.
+The kernel keeps the highest resident size of a process (VmHWM) and forgets it when told to. Between two steps, with
+the optimizer's state made and the gradients freed, what is resident is the base; the peak of the following steps
+above it, less the bytes of the gradients, is what forward and backward passes need.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python -m tests.bench.peers.reward_trl ARGUMENTS RESULT      (with an interpreter that has trl)
 
-ARGUMENTS: model, environment (its arguments), slow, groups, group, max_tokens, learning_rate, warmup_steps, clip_norm,
-threads, goal, eval_every, eval_prompts, steps, limit_s.
+ARGUMENTS: model, environment (its arguments), slow, groups, group, max_tokens, learning_rate, warmup_steps,
+clip_norm, threads, goal, eval_every, eval_prompts, steps, limit_s.
 
 The clock begins with the first step and stands still while the held-out reward is measured. One optimizer step per
 generated batch and the whole batch in one pass, which is the fastest on this machine; rewards are an async function

@@ -1,7 +1,6 @@
 """Processes that are measured: a script, a JSON of arguments, a JSON of results, a limit.
 
-The peers live in a virtual environment of their own (`make bench` makes .venv-peers), which sees torch and transformers
-of ours, so that both sides compute with the same libraries. ASYNC_RL_PEERS_PYTHON names another interpreter.
+The peers have an interpreter of their own (trl_env.py).
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ROOT", "SideFailed", "peers_python", "run_side", "whole_milliseconds"]
+__all__ = ["ROOT", "SideFailed", "run_side"]
 
 ROOT = Path(__file__).resolve().parents[3]
 OURS = sys.executable
@@ -23,15 +22,8 @@ class SideFailed(RuntimeError):
     """A measured process failed or took longer than its limit; its last lines are in the message."""
 
 
-def peers_python() -> str | None:
-    """The interpreter that has the peers installed, None where there is none."""
-    named = os.environ.get("ASYNC_RL_PEERS_PYTHON", "")
-    python = named or str(ROOT / ".venv-peers" / "bin" / "python")
-    return python if Path(python).is_file() else None
-
-
 def run_side(
-    python: str, module: str, arguments: dict[str, Any], folder: Path, limit_s: float
+    python: Path | str, module: str, arguments: dict[str, Any], folder: Path, limit_s: float
 ) -> dict[str, Any]:
     """What `python -m module ARGUMENTS RESULT` wrote into RESULT. Raises SideFailed."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -64,7 +56,3 @@ def run_side(
 
 def _tail(log: Path) -> str:
     return "its last lines:\n" + "\n".join(log.read_text(errors="replace").splitlines()[-15:])
-
-
-def whole_milliseconds(seconds: float) -> str:
-    return f"{1000 * seconds:.0f} ms"

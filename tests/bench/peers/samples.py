@@ -36,6 +36,14 @@ class Samples:
         ]
 
     @property
+    def count(self) -> int:
+        return len(self.prompts_S)
+
+    @property
+    def longest(self) -> int:
+        return int((self.prompts_S + self.completions_S).max())
+
+    @property
     def inputs(self) -> int:
         """Tokens of all samples: what a step trains on, padding not counted."""
         return int(self.prompts_S.sum() + self.completions_S.sum())

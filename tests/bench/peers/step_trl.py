@@ -2,13 +2,16 @@
 
     python -m tests.bench.peers.step_trl ARGUMENTS RESULT      (with an interpreter that has trl)
 
-ARGUMENTS: model, samples, threads, batch (samples per micro-batch), checkpointing, bf16, steps, gradients (a file, or
-nothing).
+ARGUMENTS: model, samples, threads, batch (samples per micro-batch), checkpointing, compact, steps, gradients (a file,
+or nothing).
 
 Only generation is replaced, through the trainer's own door for that (`rollout_func`). Where the time of a step is
-taken, generation, rewards and the padding of the batch are left out. The settings are TRL's, but for those that must be
-like ours (no clipping in effect, the learning rate, advantages that are not divided by the deviation, no logging
-service) and those that are measured.
+taken, generation, rewards and the padding of the batch are left out. The settings are TRL's, but for those that must
+be like ours (no clipping in effect, the learning rate, advantages that are not divided by the deviation, no logging
+service), float32 (this is a CPU without bfloat16 instructions), and those that are measured.
+
+compact: on a GPU, TRL's head scores the completions' tokens only, elsewhere all positions, padding too. This makes it
+do so here as well.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from typing import Any
 import torch
 import transformers
 import trl
+import trl.trainer.utils
 from datasets import Dataset
 from transformers import AutoTokenizer, TrainerCallback
 
@@ -65,6 +69,8 @@ def measure(asked: dict[str, Any]) -> dict[str, Any]:
     samples = load(Path(asked["samples"]))
     pairs = samples.pairs()
     watch = Watch(asked["gradients"])
+    if asked["compact"]:
+        trl.trainer.utils._use_triton = lambda device: True
 
     class Trainer(trl.GRPOTrainer):  # type: ignore[misc]
         def _generate_and_score_completions(self, inputs: Any) -> Any:
@@ -97,7 +103,7 @@ def measure(asked: dict[str, Any]) -> dict[str, Any]:
     parameters = sum(p.numel() for p in trainer.model.parameters())
     trainer.train()
     peak = memory.field_bytes("VmHWM")
-    first = [row for row in trainer.state.log_history if "loss" in row][0]
+    first = next(row for row in trainer.state.log_history if "loss" in row)
     return {
         "times": watch.times[1:],
         "loss": first["loss"],
@@ -118,7 +124,7 @@ def config(asked: dict[str, Any], count: int, group: int) -> Any:
     return trl.GRPOConfig(
         output_dir="out",
         use_cpu=True,
-        bf16=asked["bf16"],
+        bf16=False,
         gradient_checkpointing=asked["checkpointing"],
         per_device_train_batch_size=asked["batch"],
         gradient_accumulation_steps=count // asked["batch"],
