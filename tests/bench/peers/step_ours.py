@@ -40,22 +40,26 @@ def measure(asked: dict[str, Any]) -> dict[str, Any]:
         parameters = sum(p.numel() for p in learner.parameters().values())
         batch = on_policy(learner, train_samples(samples), asked["microbatch_tokens"])
         loss_tokens = int(samples.completions_S.sum())
-        times, rows = [], 0
+        times: list[float] = []
+        cpu_s: list[float] = []
+        rows = 0
         base, loss = 0, 0.0
         for step in range(asked["steps"] + 1):  # the first makes what is made once
-            began = time.perf_counter()
+            began, cpu_began = time.perf_counter(), time.process_time()
             rows_of_step = pack(batch, asked["microbatch_tokens"], 1)[0]
             stats = learner.forward_backward(rows_of_step, loss_tokens)
             if step == 0 and asked["gradients"]:
                 write_gradients(learner, Path(asked["gradients"]))
             assert learner.optimizer_step(stats)
             times.append(time.perf_counter() - began)
+            cpu_s.append(time.process_time() - cpu_began)
             if step == 0:
                 loss, rows = stats.loss, len(rows_of_step)
                 base = memory.base_bytes()
         peak = memory.field_bytes("VmHWM")
     return {
         "times": times[1:],
+        "cpu_s": cpu_s[1:],
         "loss": loss,
         "micro_batches": rows,
         "base": base,

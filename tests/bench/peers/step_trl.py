@@ -40,13 +40,14 @@ class Watch(TrainerCallback):  # type: ignore[misc]
     def __init__(self, gradients: str) -> None:
         self.gradients = gradients
         self.times: list[float] = []
+        self.cpu_s: list[float] = []
         self.base = 0
-        self.prepared = 0.0
-        self._began = 0.0
+        self.prepared = self.cpu_prepared = 0.0
+        self._began = self._cpu_began = 0.0
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self.prepared = 0.0
-        self._began = time.perf_counter()
+        self.prepared = self.cpu_prepared = 0.0
+        self._began, self._cpu_began = time.perf_counter(), time.process_time()
 
     def on_pre_optimizer_step(
         self, args: Any, state: Any, control: Any, model: Any = None, **_: Any
@@ -58,6 +59,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, *_: Any, model: Any = None, **__: Any) -> None:
         self.times.append(time.perf_counter() - self._began - self.prepared)
+        self.cpu_s.append(time.process_time() - self._cpu_began - self.cpu_prepared)
         if len(self.times) == 1:
             model.zero_grad(set_to_none=True)
             self.base = memory.base_bytes()
@@ -74,11 +76,12 @@ def measure(asked: dict[str, Any]) -> dict[str, Any]:
 
     class Trainer(trl.GRPOTrainer):  # type: ignore[misc]
         def _generate_and_score_completions(self, inputs: Any) -> Any:
-            began = time.perf_counter()
+            began, cpu_began = time.perf_counter(), time.process_time()
             try:
                 return super()._generate_and_score_completions(inputs)
             finally:
                 watch.prepared += time.perf_counter() - began
+                watch.cpu_prepared += time.process_time() - cpu_began
 
     def rollouts(prompts: list[Any], trainer: Any) -> dict[str, Any]:
         return {
@@ -106,6 +109,7 @@ def measure(asked: dict[str, Any]) -> dict[str, Any]:
     first = next(row for row in trainer.state.log_history if "loss" in row)
     return {
         "times": watch.times[1:],
+        "cpu_s": watch.cpu_s[1:],
         "loss": first["loss"],
         "micro_batches": len(pairs) // asked["batch"],
         "base": watch.base,
