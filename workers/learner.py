@@ -309,9 +309,9 @@ def _shard(policy: Policy, dtype: torch.dtype, device: torch.device, ranks: int)
         fully_shard(layer, mesh=mesh, mp_policy=precision)
     fully_shard(policy, mesh=mesh, mp_policy=precision)
     for module in policy.modules():
-        if isinstance(module, FSDPModule):
+        if isinstance(module, FSDPModule) and ranks > 1:
             # FSDP averages over ranks by default; ours is a sum, divided by the loss tokens of the whole
-            # batch.
+            # batch. (Alone, a factor would cost a copy of the gradient.)
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum
 
