@@ -9,17 +9,43 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
 from async_rl.errors import ConfigError
 
-__all__ = ["choices", "load_toml", "merge_tables", "parse_overrides", "read_section", "read_sections"]
+__all__ = [
+    "Choice",
+    "choices",
+    "load_toml",
+    "merge_tables",
+    "parse_overrides",
+    "read_section",
+    "read_sections",
+]
 
 S = TypeVar("S", bound=msgspec.Struct)
+
+
+class Choice(NamedTuple):
+    """A section whose keys depend on one of them: what another choice reads is unknown here."""
+
+    key: str
+    classes: Mapping[str, type[msgspec.Struct]]
+    pick: Callable[[Mapping[str, Any]], str]  # which of them a table means
+
+    def of(self, table: Mapping[str, Any], name: str, where: str) -> type[msgspec.Struct]:
+        """Raises ConfigError for a choice that there is not."""
+        picked = self.pick(table)
+        if picked not in self.classes:
+            raise ConfigError(
+                f"{where}: {name}.{self.key} = {picked!r} does not exist",
+                hint=choices(picked, self.classes),
+            )
+        return self.classes[picked]
 
 
 def load_toml(path: Path) -> dict[str, Any]:
@@ -85,7 +111,7 @@ def read_section(cls: type[S], name: str, table: object, where: str) -> S:
 def read_sections(
     tables: Mapping[str, Any],
     overrides: Mapping[str, Mapping[str, Any]],
-    sections: Mapping[str, type[msgspec.Struct]],
+    sections: Mapping[str, type[msgspec.Struct] | Choice],
     where: str,
 ) -> dict[str, msgspec.Struct]:
     """Every section of a run: the file's tables, overrides on top, defaults below."""
@@ -99,7 +125,10 @@ def read_sections(
         if not isinstance(table, Mapping):
             raise ConfigError(f"{where}: [{name}] must be a table, found {table!r}")
         source = f"{where} with --set" if name in overrides else where
-        laid_over = _numbers_as_text(cls, overrides.get(name, {}))
+        laid_over = overrides.get(name, {})
+        if isinstance(cls, Choice):
+            cls = cls.of(merge_tables(table, laid_over), name, source)
+        laid_over = _numbers_as_text(cls, laid_over)
         result[name] = read_section(cls, name, merge_tables(table, laid_over), source)
     return result
 

@@ -63,6 +63,20 @@ METRICS: tuple[Metric, ...] = (
     Metric("async_rl_grad_norm", "gauge", "Of the last step, before clipping", (), _TRAINER),
     Metric("async_rl_entropy", "gauge", "Of the policy, nats per token", (), _TRAINER),
     Metric("async_rl_mismatch_kl", "gauge", "k3 estimate of KL between engines and learner", (), _TRAINER),
+    Metric("async_rl_mismatch_kl_max", "gauge", "The same, of the worst token", (), _TRAINER),
+    Metric(
+        "async_rl_ratio_mean", "gauge", "Of pi / mu over the loss tokens, each at most 20", (), _TRAINER
+    ),
+    Metric("async_rl_ratio_max", "gauge", "The greatest of them", (), _TRAINER),
+    Metric("async_rl_ess_token_ratio", "gauge", "Effective sample size over tokens", (), _TRAINER),
+    Metric("async_rl_ess_sequence_ratio", "gauge", "Effective sample size over samples", (), _TRAINER),
+    Metric(
+        "async_rl_chi_square", "gauge", "Divergence of the policy from the behaviour policy", (), _TRAINER
+    ),
+    Metric("async_rl_truncated_ratio", "gauge", "Samples that were cut off at max_tokens", (), _TRAINER),
+    Metric("async_rl_completion_tokens", "gauge", "Mean length of the samples trained", (), _TRAINER),
+    Metric("async_rl_mfu_ratio", "gauge", "Model FLOPs over the devices' peak", (), _TRAINER),
+    Metric("async_rl_alerts", "counter", "Steps at which an alert held", ("reason",), _TRAINER),
     Metric("async_rl_steps_refused", "counter", "Updates refused as not finite", (), _TRAINER),
     Metric("async_rl_trained_tokens", "counter", "Loss tokens", (), _TRAINER),
     Metric(

@@ -13,7 +13,7 @@ import logging
 import sys
 from typing import Any
 
-__all__ = ["Log", "get_logger", "setup"]
+__all__ = ["Log", "get_logger", "plain", "setup"]
 
 
 class Log:
@@ -56,13 +56,20 @@ def setup(process: str, level: str = "INFO") -> None:
         logger.propagate = False
 
 
+def plain(said: str) -> str:
+    """What others say (workers name themselves), for a terminal: nothing that moves its cursor or breaks its line."""
+    return "".join(each if each.isprintable() else "\ufffd" for each in said)
+
+
 def _value(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, str):
+        if not value.isprintable():
+            return json.dumps(
+                value
+            )  # all escaped: a name must not move the cursor of whoever reads the log
         return (
-            value
-            if value and not any(c in value for c in ' "=\n')
-            else json.dumps(value, ensure_ascii=False)
+            value if value and not any(c in value for c in ' "=') else json.dumps(value, ensure_ascii=False)
         )
     return str(value).replace(" ", "")

@@ -42,6 +42,8 @@ MAX_BATCH_BYTES = 2 << 30
 
 Name = Annotated[str, Meta(max_length=256)]
 Text = Annotated[str, Meta(max_length=1 << 20)]
+LongText = Annotated[str, Meta(max_length=MAX_MESSAGE_BYTES)]
+"""What the policy reads and writes: a completion of 300k tokens is over a million characters. A message bounds it."""
 Count = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(ge=0)]
 Amount = Annotated[float, Meta(ge=0, le=1e15)]
@@ -74,15 +76,15 @@ class Message(Struct, frozen=True, array_like=True, gc=False):
     """One turn of a chat prompt."""
 
     role: Name
-    content: Text
+    content: LongText
 
 
 class Prompt(Struct, frozen=True, array_like=True, gc=False):
     """What the policy is asked. `messages` goes through the run's chat template; with none, `text` is used raw."""
 
     messages: tuple[Message, ...] = ()
-    text: Text = ""
-    answer: Text = ""  # what the environment's reward compares with; never shown to the policy
+    text: LongText = ""
+    answer: LongText = ""  # what the environment's reward compares with; never shown to the policy
     info: dict[str, str] = {}
 
 
@@ -110,7 +112,7 @@ class Sample(Struct, frozen=True, array_like=True, gc=False):
     spans: Array  # <i4 [S, 2] flattened: (policy version, tokens), in order; the tokens sum to T
     reward: float
     finish: Literal["stop", "length"]
-    text: Text = ""
+    text: LongText = ""
 
 
 class Group(Struct, frozen=True, array_like=True, gc=False):

@@ -65,6 +65,9 @@ def quick(group: Group, need: Requirements, versions: Versions) -> tuple[tuple[i
         return None
     lowest, highest = need.reward_range
     served, ids, logprobs, masks = [], [group.prompt.data], [], []
+    # Spans and length of the sample before, and what was found: mostly all of a group's are equal.
+    same: tuple[memoryview, int] | None = None
+    policies: tuple[int, ...] = ()
     for sample in samples:
         tokens, probs, mask, spans = sample.tokens, sample.logprobs, sample.mask, sample.spans
         if (tokens.dtype, probs.dtype, mask.dtype, spans.dtype) != _SAMPLE_DTYPES:
@@ -74,9 +77,11 @@ def quick(group: Group, need: Requirements, versions: Versions) -> tuple[tuple[i
             return None  # one that is longer has tokens that were not sampled: seldom
         if not lowest <= sample.reward <= highest:  # and so is not NaN
             return None
-        policies = _quick_spans(spans.data, length, need.oldest_version, versions)
-        if policies is None:
-            return None
+        if same is None or length != same[1] or spans.data != same[0]:
+            found = _quick_spans(spans.data, length, need.oldest_version, versions)
+            if found is None:
+                return None
+            policies, same = found, (spans.data, length)
         served.append(policies)
         ids.append(tokens.data)
         logprobs.append(probs.data)

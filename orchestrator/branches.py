@@ -9,6 +9,7 @@ A step belongs to a branch whether its trainer took it itself or would have repe
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
 from orchestrator.records import Assigned
@@ -26,6 +27,7 @@ class Branches:
         self._assigned: dict[tuple[int, int], Assigned] = {
             (each.incarnation, each.step): each for each in assigned
         }
+        self._uses = self._counted()
 
     def take(self, incarnation: int, origin: int, step: int) -> dict[int, Assigned]:
         """A trainer begins at `step`, from a checkpoint that incarnation `origin` wrote (-1: from nothing). The steps
@@ -41,6 +43,10 @@ class Branches:
         return again
 
     def assign(self, assigned: Assigned) -> None:
+        before = self._assigned.get((assigned.incarnation, assigned.step))
+        if before is not None:
+            self._uses.subtract(before.ordinals)
+        self._uses.update(assigned.ordinals)
         self._assigned[assigned.incarnation, assigned.step] = assigned
 
     def own(self, incarnation: int, step: int) -> Assigned | None:
@@ -61,6 +67,10 @@ class Branches:
         found = (self.lookup(incarnation, at) for at in steps)
         return {ordinal for assigned in found if assigned is not None for ordinal in assigned.ordinals}
 
+    def has(self, ordinal: int) -> bool:
+        """Whether a step of any branch has this group."""
+        return self._uses[ordinal] > 0
+
     def ordinals(self) -> set[int]:
         return {ordinal for assigned in self._assigned.values() for ordinal in assigned.ordinals}
 
@@ -69,6 +79,10 @@ class Branches:
 
     def forget_before(self, step: int) -> None:
         self._assigned = {key: each for key, each in self._assigned.items() if each.step >= step}
+        self._uses = self._counted()
+
+    def _counted(self) -> Counter[int]:
+        return Counter(ordinal for each in self._assigned.values() for ordinal in each.ordinals)
 
     def _has_been_at(self, incarnation: int, origin: int, step: int) -> bool:
         """Whether `incarnation` has the state in its past that `origin` had after `step` steps."""

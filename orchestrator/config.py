@@ -8,8 +8,22 @@ from msgspec import Meta, Struct
 
 from async_rl.errors import ConfigError
 from async_rl.transport.base import is_loopback
+from async_rl.wire import MAX_BATCH_BYTES, MAX_MESSAGE_BYTES
 
-__all__ = ["EvalConfig", "OrchestratorConfig", "SamplingConfig", "VerifyConfig", "check_bind"]
+__all__ = [
+    "EvalConfig",
+    "OrchestratorConfig",
+    "SamplingConfig",
+    "VerifyConfig",
+    "check_bind",
+    "check_sizes",
+    "groups_that_fit",
+]
+
+MOST_BATCH_BYTES = MAX_BATCH_BYTES - (64 << 20)
+"""Of groups: the rest is for what a batch says besides; of every prompt that is open it names the number."""
+TOKEN_BYTES = 9
+"""On the wire: id, logprob and mask. The text comes on top, some four bytes."""
 
 Positive = Annotated[float, Meta(gt=0)]
 NotNegative = Annotated[float, Meta(ge=0)]
@@ -45,10 +59,12 @@ class VerifyConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Share of the groups whose rewards are computed again, in a process beside the orchestrator. At 2 % a worker
     that makes up every reward is found after some 150 groups. 0: none, for rewards that are dear."""
     rescore_timeout_s: Positive = 60.0
-    """Limit for the rewards of one group; beyond it nothing is said about the group."""
+    """Limit for the rewards of one group, one after another. Longer than workers need for all of a group's; beyond
+    it the group is said to fail where its worker says that it took less than half as long."""
     rescore_wrong: Annotated[int, Meta(ge=1)] = 3
     """Groups with a wrong reward, of the last 64 that were looked at, that mean quarantine; one makes suspect. More
-    than one, because the environment may be of another release on one side for a moment."""
+    than one, because the environment may be of another release on one side for a moment. And the least number of
+    groups that can't be scored again, where others' can (orchestrator/unscored.py)."""
     max_faults: Annotated[int, Meta(ge=0)] = 5
     """Groups refused for what they say, of the last `fault_window`, that mean quarantine: an honest worker has none.
     0: never."""
@@ -88,9 +104,12 @@ class OrchestratorConfig(Struct, frozen=True, forbid_unknown_fields=True):
     fsync: bool = True
     """Acknowledge only what the disk has. Without it a group survives the end of the process,
     not that of the machine."""
+    batch_bytes: Annotated[int, Meta(ge=2 * MAX_MESSAGE_BYTES, le=MOST_BATCH_BYTES)] = MOST_BATCH_BYTES
+    """Of the groups of one step: they leave in one message, and every rank holds them in memory. A step whose groups
+    are larger gets those that fit, the oldest first, and the log says so; the others are next."""
     buffer_bytes: Annotated[int, Meta(ge=1)] = 4 << 30
     """Of groups that wait to be trained. They lie in the spool, not in memory; while there are more, nothing is
-    leased."""
+    leased. When it is full, a batch leaves with what is there."""
     spool_full_wait_s: Positive = 600.0
     """Limit on the wait for room on a full disk. Until then nothing is acknowledged and nothing lost."""
     straggler_hold_s: NotNegative = 5.0
@@ -113,6 +132,28 @@ class EvalConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Versions between two evaluations; version 0 and the final one are always measured. 0: no
     evaluation."""
     prompts: Annotated[int, Meta(ge=1)] = 64
+
+
+def check_sizes(sampling: SamplingConfig) -> None:
+    """Raises ConfigError where a group of which every sample has its full length can't be sent: only the shorter ones
+    would be trained."""
+    size = _group_bytes(sampling)
+    if size > MAX_MESSAGE_BYTES:
+        raise ConfigError(
+            f"sampling.group_size = {sampling.group_size} samples of up to sampling.max_tokens = "
+            f"{sampling.max_tokens} tokens are {size} bytes, and a message holds {MAX_MESSAGE_BYTES}: groups of "
+            "long samples would be lost",
+            hint="use fewer or shorter samples per group",
+        )
+
+
+def groups_that_fit(sampling: SamplingConfig, config: OrchestratorConfig) -> int:
+    """Into one batch, where every sample has its full length; fewer than batch_groups: a step may be cut short."""
+    return min(config.batch_groups, config.batch_bytes // _group_bytes(sampling))
+
+
+def _group_bytes(sampling: SamplingConfig) -> int:
+    return sampling.group_size * sampling.max_tokens * TOKEN_BYTES
 
 
 def check_bind(config: OrchestratorConfig) -> None:

@@ -11,6 +11,7 @@ whose numbers do not fit is in judging.py.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
 from async_rl.envs.base import Environment, EnvironmentConfig
@@ -33,7 +34,6 @@ from async_rl.wire import (
     Heartbeat,
     Hello,
     Key,
-    Lease,
     Nack,
     NextBatch,
     Published,
@@ -46,17 +46,17 @@ from async_rl.wire import (
 from orchestrator.acceptance import Fault, Requirements, examine
 from orchestrator.config import EvalConfig, OrchestratorConfig, SamplingConfig
 from orchestrator.early import end_early
+from orchestrator.fair import Emptiest
+from orchestrator.granting import Granting
 from orchestrator.handshake import UNKNOWN_WORKER, Refusal, refuse_hello
 from orchestrator.judging import Judging
-from orchestrator.leases import Held, name_of
+from orchestrator.leases import name_of
 from orchestrator.ledger import GroupLedger, hash_of
 from orchestrator.outbox import Outbox, Outgoing
 from orchestrator.pool import log_failures
-from orchestrator.prompts import prompt_of
 from orchestrator.records import Record, encode_group
 from orchestrator.rescoring import Outcome, Rescoring
-from orchestrator.roster import Emptiest, Roster, Worker
-from orchestrator.seeds import seeds_of
+from orchestrator.roster import Roster, Worker
 from orchestrator.session import Session
 from orchestrator.spool import Journal, Place
 from orchestrator.status import status_of
@@ -91,7 +91,6 @@ class Control:
         connections that the listener's door refuses, by reason; counted there, shown in Status."""
         self._environment = environment
         self._config = config
-        self._seed = seed
         self._started = now
         self._sampling = Sampling(sampling.temperature, sampling.max_tokens)
         self._settings = RunSettings(
@@ -103,12 +102,13 @@ class Control:
             heartbeat_s=config.heartbeat_s,
         )
         self._roster = Roster(config.heartbeat_s)
-        self._emptiest = Emptiest(
-            self._roster, lambda name: self._session.leases(name) if self._session else 0
-        )
+        self._emptiest = Emptiest(self._roster, self._leases_of)
         self._tally = Tally()
         self._outbox = Outbox(self._roster, self._tally)
         self._turned_away = turned_away if turned_away is not None else {}
+        self._granting = Granting(
+            config, environment, self._settings, seed, self._roster, self._emptiest, self._outbox
+        )
         self._ledger = GroupLedger(config, journal, lease_ids)
         self._judging = Judging(
             config.verify,
@@ -189,10 +189,12 @@ class Control:
             log.warning("worker gone", worker=worker.name, silent_s=now - worker.last_seen)
             self._release(worker, "its worker went silent", counted=True)
         self._judging.end_quarantines(now)
+        for worker in self._roster.rested(now):
+            self._emptiest.touch(worker)
         if self._session is not None:
             ended = [*self._ledger.expire(now), *self._session.evals.expire(now)]
             log_failures(ended)
-            self._emptiest.touch_all({failure.worker for failure in ended})
+            self._came_to_nothing((failure.worker for failure in ended), now)
         self._advance(now)
         return self._outbox.take()
 
@@ -286,6 +288,7 @@ class Control:
             self._outbox.send(worker.peer, Cancel(useless, "not needed any more"))
         ended, stale = end_early(session, worker.name, beat, now, self._config.heartbeat_s)
         log_failures(ended)
+        self._came_to_nothing((failure.worker for failure in ended), now)
         self._outbox.cancel(stale, "its group would be too old to be trained")
 
     def _on_group(self, session: Session, worker: Worker, lease: int, group: Group, now: float) -> None:
@@ -320,7 +323,7 @@ class Control:
             delivery = session.ledger.deliver(lease, worker.name, group, result, now)
             obsolete = delivery.obsolete
             log.debug("group taken", key=name_of(key), worker=worker.name, outcome=delivery.outcome)
-        worker.groups_done += 1
+        worker.finished(session.leases(worker.name) + 1)
         self._outbox.send(worker.peer, Ack(lease, key))
         self._judging.accepted(worker, group)
         if obsolete is not None:
@@ -350,6 +353,18 @@ class Control:
         else:
             log_failures(session.ledger.fail(lease, worker.name, reason, now, counted=counted))
 
+    def _leases_of(self, worker: str) -> int:
+        session = self._trainer.session
+        return 0 if session is None else session.leases(worker)
+
+    def _came_to_nothing(self, workers: Iterable[str], now: float) -> None:
+        """Leases of these were held, and ended without a group. One that fails at once keeps nobody waiting."""
+        for name, times in Counter(workers).items():
+            worker = self._roster.get(name)
+            if worker is not None:
+                worker.failed(now, times)
+                self._emptiest.touch(worker)
+
     def _release(self, worker: Worker, reason: str, *, counted: bool) -> None:
         """A worker is not here any more: its leases go back."""
         if self._session is not None:
@@ -363,43 +378,8 @@ class Control:
         session = self._session
         if session is not None and session.finished is None:
             self._trainer.answer(session, now)
-            self._grant(session, now)
+            self._granting.grant(session, now)
             self._trainer.finish(session, now)
-
-    def _grant(self, session: Session, now: float) -> None:
-        """Leases, one at a time to the emptiest worker: evaluation first, then training as admission
-        allows."""
-
-        def wanted(version: int) -> bool:
-            training = session.finish_by is None and session.ledger.may_lease(version, now)
-            return training or session.evals.may_lease(version, session.versions)
-
-        while (worker := self._emptiest.pop(wanted)) is not None:
-            held = session.evals.lease(worker.name, worker.version, session.versions, now)
-            if held is None:
-                held = session.ledger.lease(worker.name, worker.version, now)
-            assert held is not None, "it was wanted"
-            self._roster.granted(worker)
-            self._emptiest.touch(worker)
-            self._outbox.send(worker.peer, self._lease(session, held))
-
-    def _lease(self, session: Session, held: Held) -> Lease:
-        key = held.key
-        evaluation = key.split == "eval"
-        oldest = (
-            key.group
-            if evaluation
-            else session.versions.oldest_at(session.ledger.next_step - self._config.max_lag)
-        )
-        return Lease(
-            lease=held.lease,
-            key=key,
-            prompt=prompt_of(self._environment, key.split, key.ordinal),
-            seeds=seeds_of(self._seed, key, 1 if evaluation else self._settings.group_size),
-            sampling=self._sampling,
-            deadline_s=self._config.lease_s,
-            oldest_version=oldest,
-        )
 
     # ---------------------------------------------------------------- out
 

@@ -54,7 +54,6 @@ class Judging:
         self._outbox = outbox
         self._salt = salt
         self._rescorings: list[Rescoring] = []
-        self._suspects: set[str] = set()  # so that each is logged once
 
     # ---------------------------------------------------------------- what is learned of a worker
 
@@ -67,7 +66,10 @@ class Judging:
         if outcome.wrong:
             self._tally.refused["reward_differs"] += 1
             log.warning("rewards do not fit", worker=outcome.worker, found=outcome.wrong)
-        self.conduct.rescored(outcome.worker, outcome.wrong)
+        if outcome.failed:
+            self._tally.refused["reward_fails"] += 1
+            log.warning("texts can't be scored again", worker=outcome.worker, found=outcome.failed)
+        self.conduct.rescored(outcome.worker, outcome.wrong, outcome.failed)
         self._judge(outcome.worker, session, now)
 
     def accepted(self, worker: Worker, group: Group) -> None:
@@ -108,9 +110,8 @@ class Judging:
 
     def _judge(self, name: str, session: Session | None, now: float) -> None:
         verdict = self.conduct.verdict(name)
-        if verdict.state == "suspect" and name not in self._suspects:
+        if self.conduct.newly_suspect(name, verdict):
             log.warning("worker suspect", worker=name, reason=verdict.reason)
-        (self._suspects.add if verdict.state == "suspect" else self._suspects.discard)(name)
         if verdict.state == "guilty" and name not in self._ledger.quarantine:
             self._quarantine(name, verdict.reason, session, now)
 

@@ -8,7 +8,7 @@ been busy.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 import msgspec
 
@@ -39,6 +39,8 @@ class LeaseTable:
         self._lease_s = lease_s
         self._held: dict[int, Held] = {}
         self._of_worker: dict[str, set[int]] = defaultdict(set)
+        self.by_worker: Mapping[str, Collection[int]] = self._of_worker
+        """To look at, some times for each group. Who holds none is not in it."""
 
     def __len__(self) -> int:
         return len(self._held)

@@ -32,16 +32,17 @@ swept whenever the step moves.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterator
 
 import msgspec
-from msgspec import Raw
 
 from async_rl.algo.staleness import Node
 from async_rl.errors import Corrupt, Malformed
 from async_rl.log import get_logger
 from async_rl.wire import Group, Key, LeaseProgress
-from orchestrator.config import OrchestratorConfig
+from orchestrator.config import MOST_BATCH_BYTES, OrchestratorConfig
+from orchestrator.formed import Delivery, Formed, Readiness
 from orchestrator.leases import Held
 from orchestrator.ledger_state import NEVER, LedgerState, Stored
 from orchestrator.pool import Failure
@@ -58,7 +59,6 @@ from orchestrator.records import (
     Settled,
     Took,
     Version,
-    decode_group,
     encode_group,
     rewards_of,
 )
@@ -75,36 +75,14 @@ prompt: leasing then slows down, or a broken reward function would eat thousands
 SLOWEST_S = 5.0
 
 
-class Formed(msgspec.Struct, frozen=True):
-    """A batch that may leave once the journal is committed. `bodies`: its groups, as they lie in the journal; they
-    leave as they came, for the trainer to decode."""
-
-    assigned: Assigned
-    bodies: tuple[Raw, ...]
-    lags: tuple[tuple[int, ...], ...]
-    rewards: tuple[float, ...]  # of all samples
-
-    @property
-    def groups(self) -> tuple[Group, ...]:
-        return tuple(map(decode_group, self.bodies))
-
-
-class Delivery(msgspec.Struct, frozen=True):
-    outcome: str  # stored, no_signal, lag
-    obsolete: Held | None  # somebody else's lease for the same group
-
-
-class Readiness(msgspec.Struct, frozen=True):
-    ready: bool
-    reason: str
-
-
 class GroupLedger(LedgerState):
     """`versions` is set by whoever knows the trainer, before anything is leased."""
 
     def __init__(self, config: OrchestratorConfig, journal: Journal, ids: Iterator[int]) -> None:
         super().__init__(config, journal, ids)
         self.versions: Versions | None = None
+        # What steps within the lag can't train for its size would only be dropped.
+        self._room = min(config.buffer_bytes, (config.max_lag + 1) * config.batch_bytes)
         self._swept = -1  # the step for which the buffer was looked through
         self._failures_in_a_row = 0
         self._slow_until = float("-inf")
@@ -114,13 +92,13 @@ class GroupLedger(LedgerState):
     @property
     def slots_in_use(self) -> int:
         handed_out = self.next_step + len(self._replay)  # what is repeated follows without a gap
-        return handed_out * self._config.batch_groups + self.buffered + self.outstanding
+        return handed_out * self._config.batch_groups + len(self._buffer) + self._pool.outstanding
 
     def admitted_limit(self, version: int) -> int:
         """Slots that may be in use before a worker serving `version` gets no more leases; 0 if it is
         unknown."""
         step = self._step_of(version)
-        return 0 if step is None else max(0, (step + self._config.max_lag + 1) * self._config.batch_groups)
+        return 0 if step is None else self._admitted(step)
 
     def readiness(self, now: float) -> Readiness:
         """Whether the next batch may leave, and what it waits for if not."""
@@ -177,8 +155,12 @@ class GroupLedger(LedgerState):
         return self._pool.get(lease, worker)
 
     def may_lease(self, version: int, now: float) -> bool:
-        """Whether a worker that serves `version` would get a lease now."""
-        return not self.leasing_waits_for(version, now)
+        """Whether a worker that serves `version` would get a lease now. Asked for every lease, so without the words
+        of `leasing_waits_for`."""
+        if now < self._slow_until or self._buffered_bytes >= self._room or self.versions is None:
+            return False
+        step = self.versions.step_of(version)
+        return step is not None and self.slots_in_use < self._admitted(step)
 
     def leasing_waits_for(self, version: int, now: float) -> str:
         """Why `may_lease` says no; empty where it says yes."""
@@ -187,7 +169,7 @@ class GroupLedger(LedgerState):
             return f"{self._failures_in_a_row} failures in a row: leasing is slowed down"
         if self.slots_in_use >= limit:
             return f"the trainer: {self.slots_in_use} of {limit} groups are admitted"
-        if self.buffered_bytes >= self._config.buffer_bytes:
+        if self.buffered_bytes >= self._room:
             return f"room in the buffer: it holds {self.buffered_bytes} bytes"
         return ""
 
@@ -297,10 +279,12 @@ class GroupLedger(LedgerState):
                 self.incarnation, step, again.ordinals, again.frontier, again.open, replayed=True
             )
         else:
-            batch = sorted(self._buffer.values(), key=lambda each: (min(self._steps(each)), each.key))
-            if len(batch) < self._config.batch_groups:
-                raise ValueError(f"{len(batch)} groups are no batch of {self._config.batch_groups}")
-            ordinals = tuple(stored.key.ordinal for stored in batch[: self._config.batch_groups])
+            if not self.full:
+                raise ValueError(f"{self.buffered} groups are no batch of {self._config.batch_groups}")
+            oldest_first = sorted(
+                self._buffer.values(), key=lambda each: (min(self._steps(each)), each.key)
+            )
+            ordinals = self._fitting(step, oldest_first)
             left = {key.ordinal for key in self._buffer} | {key.ordinal for key in self._pool}
             assigned = Assigned(
                 self.incarnation, step, ordinals, self.frontier, tuple(sorted(left - set(ordinals)))
@@ -317,6 +301,9 @@ class GroupLedger(LedgerState):
 
     # ---------------------------------------------------------------- inside
 
+    def _admitted(self, step: int) -> int:
+        return max(0, (step + self._config.max_lag + 1) * self._config.batch_groups)
+
     def _catching_up(self, now: float) -> bool:
         """Groups in the buffer may be of policies that the repeated steps have made again, but that are not published
         again yet: until then they look further away than they are."""
@@ -326,11 +313,37 @@ class GroupLedger(LedgerState):
             and now < self._level_by
         )
 
+    def _fitting(self, step: int, oldest_first: list[Stored]) -> tuple[int, ...]:
+        """Of these, the ordinals of those that a batch has room for; more than one in any case."""
+        batch = oldest_first[: self._config.batch_groups]
+        sizes = itertools.accumulate(stored.place.size for stored in batch)
+        fit = sum(size <= self._config.batch_bytes for size in sizes)
+        if fit < min(len(batch), self._config.batch_groups) or len(batch) < self._config.batch_groups:
+            log.warning(
+                "a step gets fewer groups: they are too large for one batch, or for the buffer",
+                step=step,
+                groups=fit,
+                of=self._config.batch_groups,
+                bytes=sum(stored.place.size for stored in batch[:fit]),
+                hint="raise orchestrator.batch_bytes or buffer_bytes, or lower batch_groups",
+            )
+        return tuple(stored.key.ordinal for stored in batch[:fit])
+
     def _formed(self, assigned: Assigned) -> Formed:
         bodies, lags = [], []
         rewards: list[float] = []
+        room = MOST_BATCH_BYTES  # not the config's: what a step had, it has again
         for ordinal in assigned.ordinals:
+            if ordinal in self._left_out:
+                continue  # as when this step was first without it
             stored = self._stored.get(ordinal)
+            size = stored.place.size if stored is not None else 0
+            room -= size
+            if stored is not None and room < 0:  # formed by a release without a limit
+                room += size
+                log.error("a group of a batch has no room in it", step=assigned.step, ordinal=ordinal)
+                self._write(Settled(ordinal, "too_large", "no room in its batch", stored.hash))
+                continue
             try:
                 if stored is None:
                     raise Corrupt(f"the group of train/{ordinal} is not in the spool")
@@ -338,8 +351,9 @@ class GroupLedger(LedgerState):
                 assert isinstance(record, Arrived), "a place is that of a group"
                 rewards += rewards_of(record.group)
             except (Corrupt, Malformed) as error:
-                self.dropped["damaged"] += 1
                 log.error("a group of a batch can't be read", step=assigned.step, reason=error.message)
+                digest = stored.hash if stored is not None else b""
+                self._write(Settled(ordinal, "damaged", error.message, digest))
                 continue
             steps = self._steps_then(stored) if assigned.replayed else self._steps(stored)
             bodies.append(record.group)

@@ -49,6 +49,8 @@ HASHES_KEPT = 10_000
 """Of groups that are not in the spool any more: a late duplicate of one is told from other bytes."""
 GIVEN_UP_KEPT = 1000
 """Prompts whose late results are refused with the reason."""
+LEFT_OUT = ("damaged", "too_large")
+"""Why a group is left out of a step that has it, then and whenever the step is repeated."""
 NEVER = 1 << 60
 """The ledger itself gives prompts up, and writes it down; its pool does not."""
 
@@ -86,6 +88,8 @@ class LedgerState:
         self._stored: dict[int, Stored] = {}  # by ordinal: every group that may still be asked for
         self._buffer: dict[Key, Stored] = {}  # those of them that no step of this branch has
         self._buffered_bytes = 0
+        self._retired: set[int] = set()  # stored for the steps that have them, and for no other
+        self._left_out: set[int] = set()  # groups that steps had, and that can't be sent any more
         self._hashes: dict[int, bytes] = {}  # of settled groups
         self._given_up: deque[int] = deque(maxlen=GIVEN_UP_KEPT)
         self._full_since: float | None = None  # since when a whole batch is buffered
@@ -111,6 +115,13 @@ class LedgerState:
         return self._buffered_bytes
 
     @property
+    def full(self) -> bool:
+        """Whether a batch can be made of what is buffered: its groups, or as many bytes as one may have."""
+        config = self._config
+        room = min(config.batch_bytes, config.buffer_bytes)
+        return self.buffered >= config.batch_groups or self._buffered_bytes >= room
+
+    @property
     def outstanding(self) -> int:
         return self._pool.outstanding
 
@@ -134,6 +145,18 @@ class LedgerState:
         """Who delivered a group that may still be asked for, by its lease and not by its own word; else ""."""
         stored = self._stored.get(key.ordinal) if key.split == "train" else None
         return stored.worker if stored is not None else ""
+
+    def history(self) -> dict[int, Assigned]:
+        """What each step had, or will have, on the branch of the trainer that has the run."""
+        found = {
+            each.step: self._branches.lookup(self.incarnation, each.step) for each in self._branches.all()
+        }
+        return {step: assigned for step, assigned in found.items() if assigned is not None}
+
+    def place_of(self, ordinal: int) -> Place | None:
+        """Where the group of a prompt is; None where there is none that may still be asked for."""
+        stored = self._stored.get(ordinal)
+        return None if stored is None else stored.place
 
     # ---------------------------------------------------------------- the journal
 
@@ -190,6 +213,7 @@ class LedgerState:
             given_up=tuple(self._given_up),
             dead_letters=tuple(self.dead_letters),
             quarantine=self.quarantine.kept(),
+            left_out=tuple(sorted(self._left_out)),
         )
 
     def _write(self, record: Record, now: float = 0.0) -> None:
@@ -218,6 +242,7 @@ class LedgerState:
                 key = Key("train", ordinal)
                 self._pool.discard(key)
                 self._unbuffer(key)
+                self._retired.discard(ordinal)
                 self._stored[ordinal] = self._buffer[key] = Stored(key, versions, place, digest, worker)
                 self._buffered_bytes += place.size
                 self._note_full(now)
@@ -226,6 +251,8 @@ class LedgerState:
             case Assigned(_, step, ordinals):
                 for ordinal in ordinals:
                     self._unbuffer(Key("train", ordinal))
+                    # Where its group was found damaged when the journal was read: a step has had it all the same.
+                    self._pool.discard(Key("train", ordinal))
                 self._branches.assign(record)
                 self._replay.pop(step, None)
                 self.next_step = step + 1
@@ -234,9 +261,8 @@ class LedgerState:
                 self._full_since = None
                 self._note_full(now)
             case Dropped(ordinal, reason):
-                self._unbuffer(Key("train", ordinal))
-                self._stored.pop(ordinal, None)
-                self._pool.add(Key("train", ordinal))
+                if not self._take_out(Key("train", ordinal)):
+                    self._pool.add(Key("train", ordinal))
                 self.dropped[reason] += 1
                 self._note_full(now)
             case Quarantined(worker, reason):
@@ -256,6 +282,8 @@ class LedgerState:
             self._branches = Branches()
             self._stored.clear()
             self._buffer.clear()
+            self._retired.clear()
+            self._left_out.clear()
             self._hashes.clear()
             self._given_up.clear()
             self.frontier = self.resumable = 0
@@ -276,7 +304,9 @@ class LedgerState:
             if ordinal >= self.frontier:
                 self._pool.add(Key("train", ordinal))
         self._buffer = {
-            stored.key: stored for ordinal, stored in self._stored.items() if not consumed(ordinal)
+            stored.key: stored
+            for ordinal, stored in self._stored.items()
+            if ordinal not in self._retired and not consumed(ordinal)
         }
         self._buffered_bytes = sum(stored.place.size for stored in self._buffer.values())
         self.frontier = max(self.frontier, took.frontier)
@@ -287,8 +317,11 @@ class LedgerState:
     def _apply_settled(self, settled: Settled, now: float) -> None:
         key = Key("train", settled.ordinal)
         self._pool.discard(key)
-        self._unbuffer(key)
-        self._stored.pop(settled.ordinal, None)
+        self._take_out(key)
+        if settled.reason in LEFT_OUT:  # there is nothing to keep for anybody
+            self._stored.pop(settled.ordinal, None)
+            self._retired.discard(settled.ordinal)
+            self._left_out.add(settled.ordinal)
         self._note_full(now)
         self.dropped[settled.reason] += 1
         if settled.hash:
@@ -310,6 +343,7 @@ class LedgerState:
         self.dropped.update(snapshot.dropped)
         self.dead_letters.extend(snapshot.dead_letters)
         self._given_up.extend(snapshot.given_up)
+        self._left_out.update(snapshot.left_out)
         self.quarantine.restore(snapshot.quarantine, now)
         for prompt in snapshot.prompts:
             self._pool.restore(Key("train", prompt.ordinal), prompt, now)
@@ -321,8 +355,19 @@ class LedgerState:
         if stored is not None:
             self._buffered_bytes -= stored.place.size
 
+    def _take_out(self, key: Key) -> bool:
+        """No step to come will have this group. Whether it stays all the same, and its prompt with it: the steps of
+        another branch have it, and whoever resumes there gets it again. It was admitted once."""
+        self._unbuffer(key)
+        retired = key.ordinal in self._stored and self._branches.has(key.ordinal)
+        if retired:
+            self._retired.add(key.ordinal)
+        else:
+            self._stored.pop(key.ordinal, None)
+        return retired
+
     def _note_full(self, now: float) -> None:
-        if self.buffered < self._config.batch_groups:
+        if not self.full:
             self._full_since = None
         elif self._full_since is None:
             self._full_since = now
@@ -334,7 +379,9 @@ class LedgerState:
         for ordinal, stored in list(self._stored.items()):
             if ordinal not in needed and stored.key not in self._buffer:
                 del self._stored[ordinal]
+                self._retired.discard(ordinal)
                 self._remember(ordinal, stored.hash)
+        self._left_out &= needed
 
     def _remember(self, ordinal: int, digest: bytes) -> None:
         self._hashes[ordinal] = digest

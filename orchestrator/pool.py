@@ -56,6 +56,8 @@ class _Open(msgspec.Struct):
 class PromptPool:
     def __init__(self, leases: LeaseTable, max_attempts: int) -> None:
         self._leases = leases
+        self.by_worker = leases.by_worker
+        """The leases that each worker holds."""
         self._max_attempts = max_attempts
         self._open: dict[Key, _Open] = {}
         self._waiting: dict[Key, None] = {}  # an ordered set

@@ -6,16 +6,19 @@ committed yet is left out, and what a later resume can't need any more it has de
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 from msgspec import Struct
 
-from async_rl.algo.staleness import Node, Tree
+from async_rl.algo.staleness import Tree
 from async_rl.errors import ConfigError
 from async_rl.log import get_logger
 from async_rl.wire import Batch
-from orchestrator.branches import Branches
+from orchestrator.config import OrchestratorConfig
+from orchestrator.ledger_state import LedgerState
 from orchestrator.records import (
     Arrived,
     Assigned,
@@ -27,7 +30,7 @@ from orchestrator.records import (
     decode_record,
     group_of,
 )
-from orchestrator.spool import committed_bodies
+from orchestrator.spool import MemoryJournal, Place, committed_bodies
 
 __all__ = ["Recorded", "read_recorded"]
 
@@ -71,41 +74,55 @@ def read_recorded(folder: Path) -> Recorded:
             f"{folder} is no spool: it has no *.log",
             hint="name the folder that the orchestrator logged as `spool opened` with --spool",
         )
-    branches, tree, newest = Branches(), Tree(), dict[int, int]()
-    groups: dict[int, Arrived] = {}
-    incarnation, resumable, begun = -1, 0, False
-    for record in _records(segments):
-        match record:
-            case Snapshot() if not begun:
-                branches = Branches(record.sources, record.assigned)
-                incarnation, resumable = record.incarnation, record.resumable
-                for told in record.versions:
-                    tree.add(told.version, Node(told.parent, told.step, told.digest))
-                    newest[incarnation] = told.version
-            case Took():
-                if record.anew or record.step < resumable:
-                    branches, resumable = Branches(), 0
-                    groups.clear()
-                incarnation = record.incarnation
-                branches.take(incarnation, record.origin, record.step)
-            case Version(version, parent, step, digest):
-                tree.add(version, Node(parent, step, digest))
-                newest[incarnation] = max(version, newest.get(incarnation, -1))
-            case Arrived():
-                groups[record.ordinal] = record
-            case Assigned():
-                branches.assign(record)
-            case Resumable(step):
-                resumable = step
-        begun = True
-    steps = {each.step for each in branches.all()}
-    found = {step: branches.lookup(incarnation, step) for step in steps}
-    return Recorded(
-        {step: assigned for step, assigned in found.items() if assigned is not None}, tree, newest, groups
-    )
+    reading = _Reading(segments)
+    ledger = LedgerState(OrchestratorConfig(), MemoryJournal(), itertools.count())
+    ledger.restore(reading.records(), 0.0)
+    assigned = ledger.history()
+    ordinals = {ordinal for each in assigned.values() for ordinal in each.ordinals}
+    places = {ordinal: place for ordinal in ordinals if (place := ledger.place_of(ordinal)) is not None}
+    groups = {ordinal: reading.arrived[place] for ordinal, place in places.items()}
+    return Recorded(assigned, ledger.tree, reading.newest, groups)
 
 
-def _records(segments: list[Path]) -> Iterator[Record]:
-    for path in segments:
-        for body in committed_bodies(path.read_bytes()):
-            yield decode_record(body)
+class _Reading:
+    """The records of a spool, and what the ledger does not keep of them."""
+
+    def __init__(self, segments: list[Path]) -> None:
+        self._segments = segments
+        self.arrived: dict[Place, Arrived] = {}
+        self.newest: dict[int, int] = {}
+
+    def records(self) -> Iterator[tuple[Record, Place]]:
+        """But for what only says that older groups may be forgotten: those that are still there can be replayed."""
+        incarnation, resumable, told, begun = -1, 0, (-1, -1), False
+        for record, place in self._all():
+            match record:
+                case Snapshot() if not begun:
+                    incarnation, resumable = record.incarnation, record.resumable
+                    if record.versions:
+                        self.newest[incarnation] = record.versions[-1].version
+                case Version(version):
+                    told = (version, self.newest.get(incarnation, -1))
+                    self.newest[incarnation] = max(told)
+                case Took():
+                    if incarnation != record.incarnation and told[0] >= 0:
+                        # The version that a trainer attaches with stands before it: it is the first of its own.
+                        self.newest[incarnation] = told[1]
+                        self.newest[record.incarnation] = told[0]
+                    incarnation = record.incarnation
+                    if record.step < resumable:  # it found nothing to repeat, as the ledger that forgot it
+                        record, resumable = msgspec.structs.replace(record, anew=True), 0
+                case Resumable():
+                    resumable = record.step
+                case Arrived():
+                    self.arrived[place] = record
+            if not isinstance(record, Version):
+                told = (-1, -1)
+            begun = True
+            if not isinstance(record, Resumable):
+                yield record, place
+
+    def _all(self) -> Iterator[tuple[Record, Place]]:
+        for path in self._segments:
+            for at, body in enumerate(committed_bodies(path.read_bytes())):
+                yield decode_record(body), Place(int(path.stem), at, len(body))

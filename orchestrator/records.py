@@ -119,7 +119,7 @@ class _Scores(Struct, frozen=True, array_like=True):
 
 class Settled(Struct, frozen=True, array_like=True, tag="settled"):
     ordinal: int
-    reason: str  # no_signal, lag, failed
+    reason: str  # no_signal, lag, failed; damaged, too_large: a step had it
     detail: str = ""
     hash: bytes = b""  # of the group, where there was one
 
@@ -187,6 +187,7 @@ class Snapshot(Struct, frozen=True, array_like=True, tag="snapshot"):
     given_up: tuple[int, ...]
     dead_letters: tuple[tuple[str, str], ...]
     quarantine: tuple[Kept, ...] = ()
+    left_out: tuple[int, ...] = ()
 
 
 Record: TypeAlias = (

@@ -1,8 +1,15 @@
 """Rewards computed once more, by an environment of the orchestrator's own: beside its loop, one group at a time.
 
 An environment is the user's code. It may be slow, block, or raise; acknowledgements and leases wait for none of it
-(judge.py keeps it in a process of its own).
-What can't be scored again in time says nothing about the worker.
+(judge.py keeps it in a process of its own), and a worker whose groups take long waits longer for its next turn.
+
+A group that can't be scored is evidence only where it is the texts that make it so:
+
+    it fails ─► score again what was scored well before ─► and it once more     each in a renewed environment
+                 fails: it is the environment               fails: it is this text
+                 nothing was yet: nobody knows
+
+and one that takes too long only where its worker said that it did not (unscored.py compares workers).
 
 What is verified: that each reward is what the environment gives for the completion's text; and, where the run's
 tokenizer can be read here, that the text is what the tokens say. Without it the text is the worker's word.
@@ -14,7 +21,6 @@ import asyncio
 import concurrent.futures
 import math
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -24,6 +30,7 @@ from async_rl.envs.draws import hash_fraction
 from async_rl.log import get_logger
 from async_rl.wire import Group, Key, Prompt, Sample
 from orchestrator.leases import name_of
+from orchestrator.turns import Turns
 
 __all__ = ["Outcome", "Rescorer", "Rescoring", "chosen", "difference"]
 
@@ -36,6 +43,11 @@ HUNG_S = 5.0
 """Beyond the limit, before a thread counts as lost: asyncio's own limit ends all but what blocks."""
 MOST_LOST = 3
 """Threads that an environment may block for ever; then nothing is scored again."""
+CONTROLS = 2
+"""Groups that were scored as they should be, of different workers, kept to hold failures against."""
+REASON_CHARS = 500
+"""Of what an environment says when it fails: it may be all of the text."""
+TOO_LONG = "it takes longer than the limit"
 REWARD_TOLERANCE = 1e-6
 """Of the width of the reward range: what sums in another order may differ by."""
 
@@ -49,11 +61,12 @@ class Rescoring(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """`wrong`: what differs; empty: nothing."""
+    """`wrong`: what differs; empty: nothing. `failed`: why these texts can't be scored; empty: they were."""
 
     worker: str
     key: Key
     wrong: str
+    failed: str = ""
 
 
 def chosen(key: Key, salt: str, share: float) -> bool:
@@ -85,9 +98,18 @@ def _size(group: Group) -> int:
     )
 
 
+class _Run(msgspec.Struct):
+    """The group that is being scored. `attempts`: begun so far, its own and those of the group it is held against."""
+
+    rescoring: Rescoring
+    began: float
+    future: concurrent.futures.Future[Outcome | None] | None = None
+    attempts: int = 0
+
+
 class Rescorer:
-    """`environment`: used by this alone, in a thread. `fits`: see `difference`. Not thread-safe: called by the
-    orchestrator's loop."""
+    """`environment`: used by this alone, in a thread. `fits`: see `difference`. `renew`: gives up the state that
+    texts may have spoiled; called in that thread. Not thread-safe: called by the orchestrator's loop."""
 
     def __init__(
         self,
@@ -95,12 +117,17 @@ class Rescorer:
         *,
         timeout_s: float,
         fits: Callable[[Sample], bool] | None = None,
+        renew: Callable[[], None] = lambda: None,
     ) -> None:
         self._environment = environment
         self._timeout_s = timeout_s
         self._fits = fits
-        self._waiting: deque[Rescoring] = deque()
-        self._running: tuple[Rescoring, concurrent.futures.Future[str], float] | None = None
+        self._renew = renew
+        self._waiting: Turns[Rescoring] = Turns(
+            MOST_WAITING, MOST_WAITING_BYTES, lambda each: _size(each.group)
+        )
+        self._running: _Run | None = None
+        self._good: dict[str, Rescoring] = {}  # by worker, the newest last: what was scored as it should be
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lost = 0
 
@@ -109,34 +136,33 @@ class Rescorer:
         return self._running is None and not self._waiting
 
     def add(self, rescoring: Rescoring) -> None:
-        waiting = sum(_size(each.group) for each in self._waiting)
-        room = len(self._waiting) < MOST_WAITING and waiting < MOST_WAITING_BYTES
-        if self._lost < MOST_LOST and room:
-            self._waiting.append(rescoring)
+        if self._lost < MOST_LOST:
+            self._waiting.add(rescoring.worker, rescoring)
 
     def turn(self, now: float) -> list[Outcome]:
         """What is done since the last call; begins what comes next. Never waits."""
         outcomes = []
-        if self._running is not None:
-            rescoring, future, began = self._running
-            if future.done():
-                self._running = None
-                outcomes += self._outcome(rescoring, future)
-            elif now - began > self._timeout_s + HUNG_S:
-                self._running, self._loop = None, None
+        if (run := self._running) is not None and run.future is not None:
+            if run.future.done():
+                outcomes += self._outcome(run)
+                self._over(run, now)
+            elif now - run.began > max(1, run.attempts) * self._timeout_s + HUNG_S:
+                self._over(run, now)
+                self._loop = None
                 self._lost += 1
                 log.warning(
                     "the environment blocks: a group is not scored again",
-                    key=name_of(rescoring.group.key),
+                    key=name_of(run.rescoring.group.key),
                     limit_s=self._timeout_s,
                     hint="" if self._lost < MOST_LOST else "no more groups are scored again in this life",
                 )
                 if self._lost >= MOST_LOST:
                     self._waiting.clear()
         if self._running is None and self._waiting:
-            rescoring = self._waiting.popleft()
-            future = asyncio.run_coroutine_threadsafe(self._score(rescoring), self._thread())
-            self._running = (rescoring, future, now)
+            run = self._running = _Run(self._waiting.pop(), now)
+            run.future = asyncio.run_coroutine_threadsafe(
+                self._score(run, self._control(run.rescoring.worker)), self._thread()
+            )
         return outcomes
 
     def close(self) -> None:
@@ -147,16 +173,26 @@ class Rescorer:
 
     # ---------------------------------------------------------------- inside
 
-    def _outcome(self, rescoring: Rescoring, future: concurrent.futures.Future[str]) -> list[Outcome]:
-        try:
-            return [Outcome(rescoring.worker, rescoring.group.key, future.result())]
-        except Exception as error:  # noqa: BLE001  (the edge to the user's environment: whatever it raises)
-            log.info(
-                "a group could not be scored again",
-                key=name_of(rescoring.group.key),
-                reason=f"{type(error).__name__}: {error}",
-            )
+    def _over(self, run: _Run, now: float) -> None:
+        self._running = None
+        self._waiting.spent(run.rescoring.worker, now - run.began)
+
+    def _outcome(self, run: _Run) -> list[Outcome]:
+        assert run.future is not None
+        outcome = run.future.result()
+        if outcome is None:
             return []
+        if not (outcome.wrong or outcome.failed):
+            self._good.pop(outcome.worker, None)
+            self._good[outcome.worker] = run.rescoring
+            while len(self._good) > CONTROLS:
+                del self._good[next(iter(self._good))]
+        return [outcome]
+
+    def _control(self, worker: str) -> Rescoring | None:
+        """What to hold a failure of this worker's against: rather what another one sent."""
+        others = [each for name, each in self._good.items() if name != worker]
+        return others[-1] if others else self._good.get(worker)
 
     def _thread(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
@@ -164,12 +200,52 @@ class Rescorer:
             threading.Thread(target=self._loop.run_forever, name="rescoring", daemon=True).start()
         return self._loop
 
-    async def _score(self, rescoring: Rescoring) -> str:
+    # ---------------------------------------------------------------- in the thread
+
+    async def _score(self, run: _Run, control: Rescoring | None) -> Outcome | None:
+        """None: nothing is known of this group."""
+        rescoring, key = run.rescoring, run.rescoring.group.key
+        wrong, failed = await self._attempt(run, rescoring)
+        if failed:
+            self._renew()
+            found = (
+                await self._attempt(run, control) if control is not None else ("", "nothing was scored yet")
+            )
+            self._renew()  # what was scored well may have been made to spoil what comes after it
+            if any(found):
+                log.info(
+                    "a group could not be scored again", key=name_of(key), reason=failed, others=found[1]
+                )
+                return None
+            wrong, failed = await self._attempt(run, rescoring)
+        if failed:
+            self._renew()
+            if failed == TOO_LONG and not self._said_quick(rescoring.group):
+                log.info(
+                    "a group took too long to be scored again", key=name_of(key), limit_s=self._timeout_s
+                )
+                return None
+            failed = f"{name_of(key)}: {failed}"
+        return Outcome(rescoring.worker, key, wrong, failed)
+
+    async def _attempt(self, run: _Run, rescoring: Rescoring) -> tuple[str, str]:
+        """What is wrong with a group's rewards, and why they can't be computed."""
+        run.attempts += 1
         group = rescoring.group
-        rewards = asyncio.gather(
-            *(self._environment.reward(rescoring.prompt, sample.text) for sample in group.samples)
-        )
-        values = [float(value) for value in await asyncio.wait_for(rewards, self._timeout_s)]
-        if not all(map(math.isfinite, values)):
-            raise ValueError(f"rewards {values} are not all finite")
-        return difference(group, values, self._environment.reward_range, self._fits)
+        try:
+            rewards = asyncio.gather(
+                *(self._environment.reward(rescoring.prompt, sample.text) for sample in group.samples)
+            )
+            values = [float(value) for value in await asyncio.wait_for(rewards, self._timeout_s)]
+            if not all(map(math.isfinite, values)):
+                return "", f"rewards {values} are not all finite"[:REASON_CHARS]
+            return difference(group, values, self._environment.reward_range, self._fits), ""
+        except TimeoutError:
+            return "", TOO_LONG
+        except Exception as error:  # noqa: BLE001  (the edge to the user's environment, and to a tokenizer)
+            return "", f"{type(error).__name__}: {error}"[:REASON_CHARS]
+
+    def _said_quick(self, group: Group) -> bool:
+        """Whether its worker says that all of its rewards, one after another, took far less than our limit: who needs
+        longer is honest about a hard text, or lies about it and is not found by this."""
+        return group.reward_s * len(group.samples) < self._timeout_s / 2

@@ -13,15 +13,13 @@ leases away for ever.
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator
 
 import msgspec
 
 from async_rl.wire import Heartbeat, Hello
 
-__all__ = ["MISSED_HEARTBEATS", "Emptiest", "Roster", "Worker"]
+__all__ = ["FIRST_LEASES", "MISSED_HEARTBEATS", "Roster", "Worker"]
 
 MISSED_HEARTBEATS = 5
 """With the default of 2 s, ten seconds: a worker that is loading a large version may be that quiet,
@@ -29,9 +27,12 @@ once."""
 SHOWN_GONE_S = 60.0
 """How long a worker that is gone stays in Status, so that somebody who watches sees which one it was."""
 
-MOST_OUTDATED = 64
-"""Entries of Emptiest more than there are workers in it, before they are looked through: a millisecond for a thousand
-workers, once in a thousand messages."""
+FIRST_LEASES = 8
+"""Of a worker that has finished nothing yet, while others wait: enough for an engine to batch, and few enough to wait
+for in vain."""
+FIRST_REST_S, LONGEST_REST_S = 10.0, 600.0
+"""Of a worker whose leases all came to nothing, while others are here; doubled each time until it finishes a group.
+Where every step waits for every lease (max_lag = 0), a step waits for such a worker once in ten minutes."""
 
 
 class Worker(msgspec.Struct):
@@ -47,6 +48,30 @@ class Worker(msgspec.Struct):
     served: int = 0  # number of the last lease it was given, for the order among equals
     gone_since: float | None = None
     served_since: float | None = None  # when it was first seen to serve
+    shown: int = FIRST_LEASES  # leases that it has shown to be able to finish; 0: it rests
+    rest_until: float = 0.0
+    rests: int = 0  # since it finished something
+
+    @property
+    def good_for(self) -> int:
+        """Leases that it may have while others wait for some (fair.py)."""
+        return min(self.capacity, self.shown)
+
+    def finished(self, held: int) -> None:
+        """One of the `held` leases has brought a group that was accepted: it may have one more. Not without end: what
+        it holds is what it shows."""
+        self.groups_done += 1
+        self.shown = max(self.shown, min(self.shown + 1, self.capacity, 2 * held))
+
+        self.rests = 0
+
+    def failed(self, now: float, times: int = 1) -> None:
+        """Leases that it held came to nothing: one less for each. Where nothing is left it rests."""
+        if self.shown:
+            self.shown = max(0, self.shown - times)
+            if not self.shown:
+                self.rest_until = now + min(LONGEST_REST_S, FIRST_REST_S * 2.0 ** min(self.rests, 32))
+                self.rests += 1
 
     @property
     def takes_leases(self) -> bool:
@@ -100,6 +125,13 @@ class Roster:
         if worker.served_since is None and beat.state in ("serving", "updating"):
             worker.served_since = worker.last_seen
 
+    def rested(self, now: float) -> list[Worker]:
+        """Workers whose rest is over: each may show again what it can, with one lease."""
+        over = [worker for worker in self.here if not worker.shown and now >= worker.rest_until]
+        for worker in over:
+            worker.shown = 1
+        return over
+
     def silent(self, now: float) -> list[Worker]:
         """Workers that have just become gone. Forgets those that have been gone for long."""
         for worker in list(self._workers.values()):
@@ -119,91 +151,3 @@ class Roster:
     def granted(self, worker: Worker) -> None:
         self._grants += 1
         worker.served = self._grants
-
-
-class Emptiest:
-    """Workers that can take a lease, the relatively emptiest first; among equals, the one that has waited longest.
-
-    Kept from message to message, by the version they serve: a fleet is a thousand workers, few of them change with
-    each message, and whether there is a lease for a worker depends on its version alone. What is in a heap is what
-    was true when the worker was last touched; it is looked at again when its turn comes. An entry whose turn never
-    comes (of a version that gets no leases any more, or of a worker that became emptier) goes when as many again
-    were added."""
-
-    def __init__(self, roster: Roster, leases: Callable[[str], int]) -> None:
-        """`leases`: how many a worker holds."""
-        self._roster, self._leases = roster, leases
-        self._heaps: dict[int, list[_Entry]] = {}  # by version
-        self._newest: dict[str, _Entry] = {}  # of each worker's entries the one that counts
-        self._added = 0  # since the heaps were made
-
-    def __len__(self) -> int:
-        """Entries that are kept, whether they count or not."""
-        return sum(map(len, self._heaps.values()))
-
-    def touch(self, worker: Worker) -> None:
-        """Something about it may have changed."""
-        entry = self._entry(worker)
-        if entry is None:
-            self._newest.pop(worker.name, None)
-        elif self._newest.get(worker.name) != entry:
-            self._newest[worker.name] = entry
-            heapq.heappush(self._heaps.setdefault(entry.version, []), entry)
-            self._added += 1
-
-    def touch_all(self, names: Iterable[str]) -> None:
-        """Those of them that are known."""
-        for name in names:
-            worker = self._roster.get(name)
-            if worker is not None:
-                self.touch(worker)
-
-    def pop(self, wanted: Callable[[int], bool]) -> Worker | None:
-        """The emptiest of those whose version is `wanted`, out of its heap until it is touched."""
-        if self._added > len(self._newest) + MOST_OUTDATED:
-            self._make_again()
-        tops = [self._top(version) for version in list(self._heaps) if wanted(version)]
-        first = min((top for top in tops if top is not None), default=None)
-        if first is None:
-            return None
-        heapq.heappop(self._heaps[first.version])
-        del self._newest[first.name]
-        return self._roster.get(first.name)
-
-    def _make_again(self) -> None:
-        self._heaps, names, self._newest = {}, list(self._newest), {}
-        for worker in map(self._roster.get, names):
-            if worker is not None:
-                self.touch(worker)
-        self._added = 0
-
-    def _top(self, version: int) -> _Entry | None:
-        """The first entry that is still true."""
-        heap = self._heaps[version]
-        while heap:
-            entry = heap[0]
-            if self._newest.get(entry.name) == entry:
-                worker = self._roster.get(entry.name)
-                now = None if worker is None else self._entry(worker)
-                if now == entry:
-                    return entry
-                del self._newest[entry.name]
-                if worker is not None:
-                    self.touch(worker)  # its leases have ended meanwhile, or it can take none now
-            if heap[0] is entry:
-                heapq.heappop(heap)
-        del self._heaps[version]
-        return None
-
-    def _entry(self, worker: Worker) -> _Entry | None:
-        leases = self._leases(worker.name)
-        if not worker.takes_leases or leases >= worker.capacity:
-            return None
-        return _Entry(leases / worker.capacity, worker.served, worker.name, worker.version)
-
-
-class _Entry(NamedTuple):
-    load: float
-    served: int
-    name: str
-    version: int

@@ -11,10 +11,10 @@ __all__ = ["seeds_of"]
 
 def seeds_of(run_seed: int, key: Key, samples: int) -> tuple[int, ...]:
     """One per sample, 31 bits (engines take a signed 32-bit seed)."""
-    return tuple(
-        _seed(f"{run_seed}/{key.split}/{key.ordinal}/{key.group}/{sample}") for sample in range(samples)
-    )
-
-
-def _seed(name: str) -> int:
-    return int.from_bytes(blake2b(name.encode(), digest_size=4).digest(), "little") & 0x7FFFFFFF
+    group = blake2b(f"{run_seed}/{key.split}/{key.ordinal}/{key.group}/".encode(), digest_size=4)
+    seeds = []
+    for sample in range(samples):
+        one = group.copy()
+        one.update(b"%d" % sample)
+        seeds.append(int.from_bytes(one.digest(), "little") & 0x7FFFFFFF)
+    return tuple(seeds)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import itertools
 import secrets
 import signal
@@ -17,13 +18,21 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from async_rl.envs.base import Environment, EnvironmentConfig
-from async_rl.errors import StoreUnavailable
+from async_rl.errors import Malformed, StoreUnavailable
 from async_rl.exporter import Exporter
 from async_rl.log import get_logger
 from async_rl.transport.allowed import Allowed, Keyring
-from async_rl.transport.base import Listener, Received, from_here
+from async_rl.transport.base import Listener, Received, from_here, printable
 from async_rl.transport.zmq import ZmqListener
-from orchestrator.config import EvalConfig, OrchestratorConfig, SamplingConfig, check_bind
+from async_rl.wire import AnyMessage
+from orchestrator.config import (
+    EvalConfig,
+    OrchestratorConfig,
+    SamplingConfig,
+    check_bind,
+    check_sizes,
+    groups_that_fit,
+)
 from orchestrator.control import Control, Outgoing
 from orchestrator.exported import ExportedStatus
 from orchestrator.hours import Hours
@@ -39,10 +48,15 @@ log = get_logger(__name__)
 
 MESSAGES_PER_TURN = 256
 """Written with one fsync. More would only delay the first one's answer."""
+BYTES_PER_TURN = 64 << 20
+"""Likewise: so many groups of the largest size would not fit into memory."""
 FULL_PAUSE_S = 1.0
 """Between two attempts to write what was received to a full disk: nobody is answered meanwhile."""
 ROTATE_PAUSE_S = 10.0
 """Between two attempts to begin a new spool file there: nobody waits for it."""
+GC_THRESHOLDS = (20_000, 10, 20)
+"""A turn of many groups makes thousands of objects that are gone after it. With Python's own 700 the collector looks
+for cycles among them, of which there are none, in a tenth of the time."""
 TICK_S = 0.1
 """How late an expiry, a silent worker or the end of a hold may be noticed; far below the limits
 themselves."""
@@ -76,7 +90,7 @@ async def serve(
             await asyncio.wait(awaited, timeout=TICK_S, return_when=asyncio.FIRST_COMPLETED)
             now, outgoing = clock(), []
             if receiving.done():
-                arrived = _with_more(receiving.result(), listener)
+                arrived = _with_more(receiving.result(), listener, journal)
                 outgoing = control.receive_all(arrived, now)
                 receiving = asyncio.create_task(listener.recv())
             if now - ticked >= TICK_S:
@@ -88,21 +102,31 @@ async def serve(
             if now >= rotate_after:
                 rotate_after = now + (0.0 if _rotate(control) else ROTATE_PAUSE_S)
             for peer, answer in outgoing:
-                await listener.send(peer, answer)
+                await _send(listener, peer, answer)
     finally:
         for task in (receiving, stopping):
             task.cancel()
         await asyncio.gather(receiving, stopping, return_exceptions=True)
 
 
-def _with_more(first: tuple[bytes, Received], listener: Listener) -> Iterator[tuple[bytes, Received]]:
-    """What arrived, and what is there besides."""
+async def _send(listener: Listener, peer: bytes, answer: AnyMessage) -> None:
+    """One answer that can't be sent must not end the run, or again after each restart."""
+    try:
+        await listener.send(peer, answer)
+    except Malformed as error:
+        log.error("an answer was not sent", peer=printable(peer), reason=error.message, hint=error.hint)
+
+
+def _with_more(
+    first: tuple[bytes, Received], listener: Listener, journal: Journal
+) -> Iterator[tuple[bytes, Received]]:
+    """What arrived, and what is there besides, as far as one write should hold it."""
     arrived: tuple[bytes, Received] | None = first
     for _ in range(MESSAGES_PER_TURN):
         if arrived is None:
             return
-        yield arrived
-        arrived = listener.recv_now()
+        yield arrived  # and what it says is in the journal when the next one is asked for
+        arrived = listener.recv_now() if journal.unwritten < BYTES_PER_TURN else None
 
 
 def _rescore(control: Control, rescorer: Rescorer, now: float) -> Outgoing:
@@ -169,10 +193,20 @@ def run_orchestrator(
     EnvironmentFailed where the environment has no prompt.
     """
     check_bind(config)
+    check_sizes(sampling)
+    if (fit := groups_that_fit(sampling, config)) < config.batch_groups:
+        log.warning(
+            "where samples are long, a step is trained with fewer groups",
+            batch_groups=config.batch_groups,
+            fit=fit,
+            hint="lower orchestrator.batch_groups, or sampling.group_size or max_tokens",
+        )
     keyring = _keyring(config, trainer_key)
     check_prompts(environment, evaluation)
 
     rescorer = _rescorer(judge, model, config)
+
+    gc.set_threshold(*GC_THRESHOLDS)
 
     async def main() -> None:
         async with AsyncExitStack() as stack:
@@ -230,7 +264,7 @@ def _rescorer(judge: Judge | None, model: Path | None, config: OrchestratorConfi
     if judge is None or not judge.deterministic or not config.verify.rescore_share:
         return None
     fits = token_reader(model) if model is not None else None
-    return Rescorer(judge, timeout_s=config.verify.rescore_timeout_s, fits=fits)
+    return Rescorer(judge, timeout_s=config.verify.rescore_timeout_s, fits=fits, renew=judge.close)
 
 
 def _keyring(config: OrchestratorConfig, trainer_key: str) -> Keyring | None:

@@ -56,6 +56,7 @@ class Session:
             dropped=ledger.dropped,
             dead_letters=ledger.dead_letters,
         )
+        self._training, self._evaluating = ledger.pool.by_worker, self.evals.pool.by_worker
         self.asked: Asked | None = None
         self.last_batch: Batch | None = None
         self.finish_by: float | None = None  # set by Finish: when the last evaluation is given up
@@ -81,7 +82,13 @@ class Session:
         return self.waited_s + (now - self.asked.since if self.asked is not None else 0.0)
 
     def leases(self, worker: str) -> int:
-        return self.ledger.pool.count(worker) + self.evals.pool.count(worker)
+        return len(self._training.get(worker, ())) + len(self._evaluating.get(worker, ()))
+
+    def most_leases(self) -> int:
+        """That may run at once now, those that do included."""
+        ledger = self.ledger
+        free = ledger.admitted_limit(self.versions.newest) - ledger.slots_in_use
+        return max(0, free) + ledger.outstanding + len(self.evals.pool)
 
     def wants(self, lease: int, worker: str) -> bool:
         return self.ledger.pool.wants(lease, worker) or self.evals.pool.wants(lease, worker)

@@ -65,6 +65,11 @@ class Journal(Protocol):
         """Whether something waits for a commit before it may be acted on."""
         ...
 
+    @property
+    def unwritten(self) -> int:
+        """Bytes that wait for a commit, in memory."""
+        ...
+
     def commit(self) -> None: ...
 
     def due(self) -> bool:
@@ -100,6 +105,10 @@ class MemoryJournal:
     @property
     def pending(self) -> bool:
         return False
+
+    @property
+    def unwritten(self) -> int:
+        return 0
 
     def commit(self) -> None:
         pass
@@ -218,6 +227,10 @@ class Spool:
     @property
     def pending(self) -> bool:
         return self._dirty
+
+    @property
+    def unwritten(self) -> int:
+        return self._size - self._written
 
     def commit(self) -> None:
         """Everything appended is on disk. Raises StoreUnavailable where the disk is full (and can be called again:

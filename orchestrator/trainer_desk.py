@@ -28,12 +28,12 @@ from async_rl.wire import (
     Published,
 )
 from orchestrator.config import EvalConfig, OrchestratorConfig
+from orchestrator.fair import Emptiest
 from orchestrator.handshake import Refusal, refuse_attach, refuse_trainer
 from orchestrator.judging import Judging
 from orchestrator.ledger import Formed, GroupLedger
 from orchestrator.outbox import Outbox
 from orchestrator.records import Took, Version
-from orchestrator.roster import Emptiest
 from orchestrator.session import Asked, Session
 from orchestrator.tally import Tally
 

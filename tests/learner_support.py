@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import torch
 
-from async_rl.algo.losses import LossConfig
+from async_rl.algo.losses import DppoTv, LossConfig, Totals, totals_of
 from async_rl.algo.packing import MicroBatch, TrainSample, pack
 from async_rl.store.base import ObjectStore
 from workers import checkpoints
@@ -71,20 +71,21 @@ def make_learner(
     model: Path, group: RankGroup, *, temperature: float = 1.0, dtype: str = "float32", **trainer: Any
 ) -> Learner:
     checkpointing = trainer.pop("activation_checkpointing", False)
+    loss: LossConfig = trainer.pop("loss", DppoTv())
     return Learner(
         ModelConfig(path=str(model), dtype=dtype, activation_checkpointing=checkpointing),  # type: ignore[arg-type]
         TrainerConfig(**{"learning_rate": 1e-2, "warmup_steps": 0} | trainer),
-        LossConfig(),
+        loss,
         temperature=temperature,
         group=group,
         device=CPU,
+        max_tokens=16,
     )
 
 
-def share(samples: list[TrainSample], limit: int, group: RankGroup) -> tuple[list[MicroBatch], int]:
-    """This rank's micro-batches, and the loss tokens of all."""
-    tokens = sum(int(np.count_nonzero(sample.mask_C)) for sample in samples)
-    return pack(samples, limit, group.size)[group.rank], tokens
+def share(samples: list[TrainSample], limit: int, group: RankGroup) -> tuple[list[MicroBatch], Totals]:
+    """This rank's micro-batches, and the totals of all."""
+    return pack(samples, limit, group.size)[group.rank], totals_of(samples)
 
 
 def save_checkpoint(

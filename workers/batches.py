@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -19,9 +19,14 @@ import numpy as np
 import torch
 from msgspec import Struct
 
-from async_rl.algo.advantages import group_advantages
+from async_rl.algo.advantages import (
+    AdvantageConfig,
+    batch_advantages,
+    group_advantages,
+    overlong_penalty,
+)
 from async_rl.algo.packing import TrainSample
-from async_rl.algo.staleness import Node, Tree, sample_lag, span_lags, version_lag
+from async_rl.algo.staleness import Node, Tree, newest_lag, sample_lag, span_lags, version_lag
 from async_rl.errors import (
     AsyncRLError,
     Corrupt,
@@ -237,9 +242,13 @@ class Prepared:
     samples: list[TrainSample] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)  # [samples]
     lags: list[int] = field(default_factory=list)  # [samples], optimizer steps
+    queued_lags: list[int] = field(
+        default_factory=list
+    )  # [samples], the part since the newest policy in the sample
     groups: int = 0
     slots: list[Slot] = field(default_factory=list)  # what each part of the batch is measured as
     cut_off: int = 0  # samples that ended at max_tokens
+    lengths: list[int] = field(default_factory=list)  # [samples], completion tokens
     dropped: dict[str, int] = field(default_factory=dict)  # groups, by reason
 
     @property
@@ -247,13 +256,24 @@ class Prepared:
         return int(sum(np.count_nonzero(sample.mask_C) for sample in self.samples))
 
 
-def prepare(batch: Batch, lineage: Lineage, *, step: int, max_lag: int, vocab_size: int) -> Prepared:
+def prepare(
+    batch: Batch,
+    lineage: Lineage,
+    *,
+    step: int,
+    max_lag: int,
+    vocab_size: int,
+    advantage: AdvantageConfig = AdvantageConfig(),  # noqa: B008  # frozen
+    max_tokens: int = 0,
+) -> Prepared:
     """`batch` as samples to train after `step` steps. A group that is too old, of an unknown version, or
-    broken is left out whole (an advantage needs all of its group), with a warning and a count."""
+    broken is left out whole (an advantage needs all of its group), with a warning and a count. `max_tokens`: of a
+    sample, as sampled; for advantage.truncated = "penalty"."""
     prepared = Prepared()
+    shaped_GS: list[list[float]] = []
     for group in batch.groups:
         try:
-            samples, lags, slots = _prepare_group(
+            samples, lags, queued, slots = _prepare_group(
                 group, lineage, step, vocab_size, batch.replayed, len(prepared.slots)
             )
             # What an earlier life of ours has trained in this step was admitted then.
@@ -272,24 +292,47 @@ def prepare(batch: Batch, lineage: Lineage, *, step: int, max_lag: int, vocab_si
         prepared.groups += 1
         prepared.samples += samples
         prepared.lags += lags
+        prepared.queued_lags += queued
         prepared.slots += slots
+        lengths = [len(sample.tokens_C) for sample in samples]
+        prepared.lengths += lengths
         prepared.rewards += [sample.reward for sample in group.samples]
+        shaped_GS.append(
+            [
+                sample.reward + overlong_penalty(length, max_tokens, advantage)
+                for sample, length in zip(group.samples, lengths, strict=True)
+            ]
+        )
         prepared.cut_off += sum(sample.finish == "length" for sample in group.samples)
+        if advantage.truncated == "mask":
+            prepared.samples[-len(samples) :] = _without_cut_off(group, samples)
+    advantages = [each for group_S in batch_advantages(shaped_GS, advantage) for each in group_S.tolist()]
+    prepared.samples = [
+        replace(sample, advantage=each) for sample, each in zip(prepared.samples, advantages, strict=True)
+    ]
     return prepared
+
+
+def _without_cut_off(group: Group, samples: list[TrainSample]) -> list[TrainSample]:
+    """Those that were cut off without loss tokens."""
+    return [
+        replace(train, mask_C=np.zeros_like(train.mask_C)) if sample.finish == "length" else train
+        for sample, train in zip(group.samples, samples, strict=True)
+    ]
 
 
 def _prepare_group(
     group: Group, lineage: Lineage, step: int, vocab_size: int, replayed: bool, first_slot: int
-) -> tuple[list[TrainSample], list[int], list[Slot]]:
-    """A step that is repeated has the lags that it had: the policies of the branch before come again, one by
-    one, so each is as far away as it was then.
+) -> tuple[list[TrainSample], list[int], list[int], list[Slot]]:
+    """Samples still without their advantages, their lags, and of these the queued parts. A step that is repeated has
+    the lags that it had: the policies of the branch before come again, one by one, so each is as far away as it was.
 
     Raises KeyError for an unknown version, ValueError or Malformed for what can't be trained."""
-    advantages = group_advantages([sample.reward for sample in group.samples])
+    group_advantages([sample.reward for sample in group.samples])  # refuses what has none
     prompt_P = group.prompt.numpy()
-    samples, lags = [], []
+    samples, lags, queued = [], [], []
     slots: dict[Slot, int] = {}
-    for sample, advantage in zip(group.samples, advantages.tolist(), strict=True):
+    for sample in group.samples:
         spans = _spans(sample)
         if replayed:
             by_span = [(step - lineage.nodes[version].step, tokens) for version, tokens in spans]
@@ -302,13 +345,14 @@ def _prepare_group(
             logprobs_C=sample.logprobs.numpy(),
             mask_C=sample.mask.numpy(),
             lags_C=lags_C,
-            advantage=advantage,
+            advantage=0.0,
             slots_C=slots_of(group.key, lags_C, spans, slots, first_slot),
         )
         _check_values(train, vocab_size)
         samples.append(train)
         lags.append(sample_lag(by_span))
-    return samples, lags, list(slots)
+        queued.append(newest_lag(by_span))
+    return samples, lags, queued, list(slots)
 
 
 def _token_lags(by_span: list[tuple[int, int]]) -> np.ndarray[Any, Any]:

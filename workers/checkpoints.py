@@ -1,7 +1,7 @@
 """Checkpoints in the run's store: everything a trainer needs to go on, committed in one object, read by any
 number of ranks.
 
-    checkpoints/00000002-0000000040/rank-00000.safetensors   this rank's rows: masters, Adam's two moments; float32
+    checkpoints/00000002-0000000040/rank-00000.safetensors   this rank's rows: masters, the optimizer's state; float32
     checkpoints/00000002-0000000040/rank-00000.json          Table: which rows, where they lie, hashes; the RNG
     checkpoints/00000002-0000000040.json                     Checkpoint: THE COMMIT; names the tables by their hashes
 
@@ -19,6 +19,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,7 +34,7 @@ from torch import Tensor
 from async_rl.errors import AlreadyExists, CheckpointError, NotFound, StoreError
 from async_rl.log import get_logger
 from async_rl.store.base import ObjectStore
-from workers.learner import OptimizerRows
+from workers.optimizers import OptimizerRows
 
 __all__ = [
     "Checkpoint",
@@ -51,10 +52,9 @@ __all__ = [
 
 log = get_logger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 PREFIX = "checkpoints/"
-PIECES = ("param", "exp_avg", "exp_avg_sq")
-"""Of each parameter, in this order, side by side: one ranged get reads all three."""
+FORMAT_1_TENSORS = ("param", "exp_avg", "exp_avg_sq")
 READERS = 8
 """Ranged gets in flight per rank."""
 
@@ -68,6 +68,8 @@ class Progress(Struct, frozen=True):
     frontier: int  # next prompt ordinal
     updates: int  # of the optimizer; the warm-up goes by it
     open: tuple[int, ...] = ()  # prompt ordinals below the frontier that no step so far has used
+    refused: int = 0  # steps so far; like the next one 0 in checkpoints of releases before
+    refused_in_a_row: int = 0  # of them the last ones
 
 
 class TableRef(Struct, frozen=True):
@@ -88,14 +90,15 @@ class Checkpoint(Struct, frozen=True):
 
 
 class Piece(Struct, frozen=True):
-    """Rows of one parameter in one part: the three tensors of PIECES."""
+    """Rows of one parameter in one part: its tensors side by side, so that one ranged get reads all of them."""
 
     shape: tuple[int, ...]  # of the whole parameter
     first: int  # row
     rows: int
     start: int  # byte in the part
-    size: int  # bytes, all three
+    size: int  # bytes, all tensors
     sha256: str
+    tensors: tuple[str, ...] = FORMAT_1_TENSORS  # in their order
 
 
 class Table(Struct, frozen=True):
@@ -121,13 +124,14 @@ def name_of(progress: Progress) -> str:
 class Snapshot:
     """One rank's rows, and torch's random state, as they were at one moment, in the byte order of its part.
 
-    The memory is taken once and used again by every `take`: 12 bytes of host memory per parameter of this rank.
+    The memory is taken once and used again by every `take`: with AdamW 12 bytes of host memory per trained weight of
+    this rank.
     Where the rows are on a CUDA device it is page-locked, so that the copy runs at the bus's speed; torch rounds
     page-locked memory up to a power of two."""
 
     def __init__(self, rows: Mapping[str, OptimizerRows]) -> None:
         self.header, self.pieces = _layout(rows)
-        self._device = next((row.param.device for row in rows.values() if row.param.is_cuda), None)
+        self._device = _cuda_device(rows)
         count = sum(piece.size for piece in self.pieces.values()) // 4
         self._floats = torch.empty(count, dtype=torch.float32, pin_memory=self._device is not None)
         self.rng = self.device_rng = b""
@@ -137,7 +141,7 @@ class Snapshot:
         """Copy. When it returns, the rows may change again."""
         at = 0
         for row in rows.values():
-            for tensor in _tensors(row):
+            for tensor in row.tensors.values() if row.written else ():
                 part = self._floats[at : at + tensor.numel()]
                 part.view(tensor.shape).copy_(tensor, non_blocking=True)
                 at += tensor.numel()
@@ -147,7 +151,7 @@ class Snapshot:
             self.device_rng = torch.cuda.get_rng_state(self._device).numpy().tobytes()
 
     def blocks(self) -> Iterator[tuple[str, Piece, memoryview]]:
-        """Name, place and bytes of each parameter's three tensors, in the order of the part."""
+        """Name, place and bytes of each parameter's tensors, in the order of the part."""
         whole = self._floats.numpy().view(np.uint8).data.toreadonly()
         for name, piece in self.pieces.items():
             at = piece.start - len(self.header)
@@ -207,9 +211,10 @@ def _layout(rows: Mapping[str, OptimizerRows]) -> tuple[bytes, dict[str, Piece]]
     entries: dict[str, object] = {}
     offsets: dict[str, int] = {}
     at = 0
-    for name, row in rows.items():
+    written = {name: row for name, row in rows.items() if row.written}
+    for name, row in written.items():
         offsets[name] = at
-        for piece, tensor in zip(PIECES, _tensors(row), strict=True):
+        for piece, tensor in row.tensors.items():
             size = 4 * tensor.numel()
             entries[f"{name}/{piece}"] = {
                 "dtype": "F32",
@@ -224,12 +229,13 @@ def _layout(rows: Mapping[str, OptimizerRows]) -> tuple[bytes, dict[str, Piece]]
         name: Piece(
             shape=row.shape,
             first=row.first,
-            rows=row.param.shape[0],
+            rows=row.rows,
             start=len(header) + offsets[name],
-            size=4 * row.param.numel() * len(PIECES),
+            size=4 * sum(tensor.numel() for tensor in row.tensors.values()),
             sha256="",
+            tensors=tuple(row.tensors),
         )
-        for name, row in rows.items()
+        for name, row in written.items()
     }
     return header, pieces
 
@@ -307,49 +313,65 @@ def restore(
         list(pool.map(lambda job: _fill(store, checkpoint.name, *job), jobs))
     table = tables[rank if rank < len(tables) else 0]
     torch.set_rng_state(_state(table.rng))
-    device = next((row.param.device for row in rows.values() if row.param.is_cuda), None)
+    device = _cuda_device(rows)
     if device is not None and table.device_rng:
         torch.cuda.set_rng_state(_state(table.device_rng), device)
 
 
 def _holders(name: str, row: OptimizerRows, tables: list[Table]) -> Iterator[_Found]:
     """The parts that hold rows of ours. Raises CheckpointError unless they hold all of them."""
-    stop = row.first + row.param.shape[0]
-    covered = 0
+    stop = row.first + row.rows
+    covered, known = 0, False
     for table in tables:
         piece = table.pieces.get(name)
-        if piece is None or piece.shape != row.shape:
-            found = "missing" if piece is None else f"of shape {list(piece.shape)}"
+        if piece is None:
+            continue  # that rank held none of it
+        if piece.shape != row.shape:
+            raise _other_model(name, row, f"in {table.part} it is of shape {list(piece.shape)}")
+        if set(piece.tensors) != set(row.tensors):
             raise CheckpointError(
-                f"{name} has shape {list(row.shape)} in the model, in {table.part} it is {found}",
-                hint="the checkpoint is of another model",
+                f"{name}: the checkpoint holds {', '.join(piece.tensors)}, "
+                f"this trainer keeps {', '.join(row.tensors)}",
+                hint="go on with the trainer.optimizer that it was written with",
             )
+        known = True
         overlap = min(stop, piece.first + piece.rows) - max(row.first, piece.first)
         if overlap > 0:
             covered += overlap
             yield _Found(table.part, piece)
-    if covered != row.param.shape[0]:
+    if not known:
+        raise _other_model(name, row, "in the checkpoint it is missing")
+    if covered != row.rows:
         raise CheckpointError(
             f"{name}: the checkpoint holds {covered} of the rows {row.first} to {stop}",
             hint="its tables are inconsistent: resume from an older step with --resume STEP",
         )
 
 
+def _other_model(name: str, row: OptimizerRows, found: str) -> CheckpointError:
+    return CheckpointError(
+        f"{name} has shape {list(row.shape)} in this trainer, {found}",
+        hint="the checkpoint is of another model, or of other settings of trainer.optimizer or model.lora_…",
+    )
+
+
 @torch.no_grad()
 def _fill(
     store: ObjectStore, checkpoint: str, name: str, row: OptimizerRows, holders: list[_Found]
 ) -> None:
-    stop = row.first + row.param.shape[0]
+    stop = row.first + row.rows
     for part, piece in holders:
         data = _verified(store, checkpoint, part, piece, name)
         # bytearray: torch wants writable memory to view.
         stored = torch.frombuffer(bytearray(data), dtype=torch.float32)
-        stored = stored.reshape(len(PIECES), piece.rows, *row.shape[1:])
         first, last = max(row.first, piece.first), min(stop, piece.first + piece.rows)
-        for index, tensor in enumerate(_tensors(row)):
-            tensor[first - row.first : last - row.first] = stored[
-                index, first - piece.first : last - piece.first
-            ]
+        at = 0
+        for key in piece.tensors:
+            tensor = row.tensors[key]
+            size = piece.rows * math.prod(tensor.shape[1:])
+            rows = stored[at : at + size].view(piece.rows, *tensor.shape[1:])
+            tensor[first - row.first : last - row.first] = rows[first - piece.first : last - piece.first]
+            at += size
 
 
 def _verified(store: ObjectStore, checkpoint: str, part: str, piece: Piece, name: str) -> bytes:
@@ -400,8 +422,9 @@ def _commit_key(name: str) -> str:
     return f"{PREFIX}{name}.json"
 
 
-def _tensors(row: OptimizerRows) -> tuple[Tensor, Tensor, Tensor]:
-    return row.param, row.exp_avg, row.exp_avg_sq
+def _cuda_device(rows: Mapping[str, OptimizerRows]) -> torch.device | None:
+    tensors = (tensor for row in rows.values() for tensor in row.tensors.values())
+    return next((tensor.device for tensor in tensors if tensor.is_cuda), None)
 
 
 def _state(rng: str) -> Tensor:

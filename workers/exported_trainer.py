@@ -13,7 +13,23 @@ from async_rl.weights.lineage import Manifest
 
 __all__ = ["ExportedTrainer"]
 
-_DROPPED = "dropped/"
+_DROPPED, _ALERTS = "dropped/", "alerts/"
+_SHOWN = {
+    "mismatch_kl_max": "mismatch/kl_k3_max",
+    "ratio_mean": "ratio/mean",
+    "ratio_max": "ratio/max",
+    "ess_token_ratio": "ess/token",
+    "ess_sequence_ratio": "ess/sequence",
+    "chi_square": "chi_square",
+    "truncated_ratio": "finish/length",
+    "completion_tokens": "length/mean",
+    "mfu_ratio": "mfu",
+}
+"""Gauges that are numbers of the line as they stand."""
+
+
+def _counted(line: Mapping[str, float | int | None], prefix: str) -> dict[str, float]:
+    return {name.removeprefix(prefix): n or 0 for name, n in line.items() if name.startswith(prefix)}
 
 
 class ExportedTrainer:
@@ -32,6 +48,7 @@ class ExportedTrainer:
         self._sums: dict[str, float] = {}
         self._lags: Counter[int] = Counter()
         self._dropped: dict[str, float] = {}
+        self._alerts: dict[str, float] = {}
         self._committed_at: float | None = None
         self._checkpoint: tuple[int, float] | None = None  # step, when it was first seen
 
@@ -70,14 +87,12 @@ class ExportedTrainer:
                 "step_seconds": seconds,
                 "trained_tokens_per_second": tokens / seconds if seconds else None,
             }
+            self._latest |= {name: line.get(of) for name, of in _SHOWN.items()}
+            self._alerts = _counted(line, _ALERTS)
             self._add("trained_tokens", tokens)
             self._add("trainer_waited_seconds", line["time/wait_batch_s"] or 0.0)
             self._lags.update(lags)
-            self._dropped = {
-                name.removeprefix(_DROPPED): count or 0
-                for name, count in line.items()
-                if name.startswith(_DROPPED)
-            }
+            self._dropped = _counted(line, _DROPPED)
             if checkpoint is not None and (self._checkpoint is None or self._checkpoint[0] != checkpoint):
                 self._checkpoint = checkpoint, now
 
@@ -98,11 +113,12 @@ class ExportedTrainer:
             if self._checkpoint is not None:
                 values["checkpoint_step"] = self._checkpoint[0]
                 values["checkpoint_age_seconds"] = now - self._checkpoint[1]
-            lags, dropped = dict(self._lags), dict(self._dropped)
+            lags, dropped, alerts = dict(self._lags), dict(self._dropped), dict(self._alerts)
         return [
             *present(values),
             Reading("async_rl_trained_lag_steps", lags),
             *by_reason("async_rl_groups_dropped", dropped),
+            *by_reason("async_rl_alerts", alerts),
         ]
 
     def health(self) -> Health:

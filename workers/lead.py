@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from async_rl.algo.alerts import Alerts
 from async_rl.exporter import Exporter, MetricsConfig
 from async_rl.log import get_logger
 from async_rl.store import ObjectStore
@@ -62,6 +63,7 @@ class Lead:
             self._upkeep = stack.enter_context(Upkeep(store, start.run, weights))
             self._metrics = stack.enter_context(MetricsFile(Path(trainer.out)))
             self._stack = stack.pop_all()
+        self._alerts = Alerts(trainer.alerts)
         self._repeats = Repeats(store, start.claim.first_version, start.parent_version)
 
     def attach(self, progress: Progress, vocab_size: int) -> Attached:
@@ -119,6 +121,9 @@ class Lead:
         self, line: Mapping[str, float | int | None], lags: Sequence[int], checkpoint: int | None
     ) -> None:
         """A step is done. `line`: its metrics; `lags`: of the samples trained; `checkpoint`: step of the newest."""
+        for sentence in self._alerts.look(line):
+            log.warning(sentence, step=line["step"])
+        line = {**line, **{f"alerts/{name}": count for name, count in self._alerts.counts.items()}}
         self._metrics.write(line)
         if self._exported is not None:
             self._exported.step(line, lags, checkpoint)

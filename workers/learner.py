@@ -1,86 +1,65 @@
 """The policy being trained: FSDP2 over any number of ranks, float32 master weights, bfloat16 forward.
 
-    stats = learner.forward_backward(micro_batches, loss_tokens)   gradients of the whole batch, on every rank's rows
-    learner.optimizer_step(stats)                                  clip, AdamW; refused if anything is not finite
+    stats = learner.forward_backward(micro_batches, totals)   gradients of the whole batch, on every rank's rows
+    learner.optimizer_step(stats)                             clip, update; refused if anything is not finite
 
 One rank takes the same path as many. Each decoder layer is one FSDP unit, sharded by rows; gradients are
-summed over ranks in float32 and never averaged: the loss is already divided by the loss tokens of the whole
-batch, which every rank knows because every rank packs the whole batch. So gradients depend on neither
-packing nor ranks, but for rounding.
+summed over ranks in float32 and never averaged: the loss is already divided by a number of the whole batch,
+which every rank knows because every rank packs the whole batch. So gradients depend on neither packing nor
+ranks, but for rounding.
 
 Agreement with the engine. Engines sample with weights rounded to bfloat16, so the forward pass must see
 exactly those. With bfloat16 products FSDP rounds the float32 masters as it gathers them. Without (a CPU
 that lacks bfloat16 instructions emulates them six times slower than float32), the module holds the rounded
-values in float32 and the masters lie beside it.
+values in float32 and the masters lie beside it (masters.py; sharding.py, optimizers.py).
 
-Legend: T tokens of a micro-batch, K of them loss tokens, k some of these.
+The frozen reference of a KL term is a second model, sharded alike; on a GPU its rows lie in host memory, and FSDP
+fetches a layer at a time.
+
+Legend: T tokens of a micro-batch, K of them loss tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from async_rl.algo.losses import LossConfig, TokenSums, policy_loss
-from async_rl.algo.mismatch import token_measures, totals_by_slot
+from async_rl.algo.losses import (
+    Greatest,
+    LossConfig,
+    LossResult,
+    TokenSums,
+    Totals,
+    by_token,
+    denominator,
+    needs_proximal,
+    part_of,
+    policy_loss,
+    total_of,
+)
 from async_rl.algo.packing import MicroBatch
+from async_rl.errors import ConfigError
+from workers.custom_loss import custom_function
 from workers.head import HeadSettings, LogitMap
+from workers.masters import Adapters, Masters, WholeMasters, adapted, local
+from workers.optimizers import OptimizerRows, make_optimizer, optimizer_rows, set_updates
 from workers.packed_attention import load_model
 from workers.policy import Ask, Policy, Scores
 from workers.process_group import RankGroup
+from workers.row_inputs import loss_inputs, measured
 from workers.settings import ModelConfig, TrainerConfig
+from workers.sharding import decoder_layers, place, shard
+from workers.stats import StepStats, stats_of
+from workers.utilisation import Utilisation, peak_of
 
-__all__ = ["Learner", "OptimizerRows", "StepStats", "compute_dtype", "warmup_factor"]
-
-SUMS_OVER_TOKENS = frozenset({"dppo_tv"})
-"""Losses in which a token's part depends on no other token's log-probability: their gradients are made together with
-the log-probabilities (head.token_loss)."""
-
-
-@dataclass(frozen=True)
-class StepStats:
-    """Of one batch, over all ranks; means are over loss tokens. `fresh_*` see TokenSums, None without such
-    tokens."""
-
-    loss: float
-    tokens: int
-    grad_norm: float  # before clipping
-    ratio_mean: float
-    ratio_max: float
-    abs_logprob: float
-    kl_k3: float
-    fresh_tokens: int
-    fresh_abs_logprob: float | None
-    fresh_kl_k3: float | None
-    masked_positive: float  # of the tokens with a positive advantage, the part outside the trust region
-    masked_negative: float
-    entropy: float  # of the policy, nats per token
-    measured: tuple[tuple[float, ...], ...] = ()
-    """Of each slot: tokens, and the sums of kl, ratio and surprise (algo/mismatch.py)."""
-
-    @property
-    def finite(self) -> bool:
-        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
-
-
-@dataclass(frozen=True)
-class OptimizerRows:
-    """One parameter's rows on this rank, live and writable: what a checkpoint holds of it."""
-
-    shape: tuple[int, ...]  # of the whole parameter
-    first: int  # row
-    param: Tensor  # float32 master
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
+__all__ = ["Learner", "StepStats", "compute_dtype", "warmup_factor"]
 
 
 def compute_dtype(wanted: str, device: torch.device) -> torch.dtype:
@@ -111,30 +90,58 @@ class Learner:
         temperature: float,
         group: RankGroup,
         device: torch.device,
+        max_tokens: int = 0,
     ) -> None:
-        """Collective. Raises ConfigError for a folder without a model. `temperature` is the sampling's."""
+        """Collective. Raises ConfigError for a folder without a model, and for a custom loss that is none.
+        `temperature` and `max_tokens` (per sample) are the sampling's."""
         self._trainer, self._loss, self._temperature = trainer, loss, temperature
+        self._max_tokens, self._custom = max_tokens, custom_function(loss)
         self._group, self._device = group, device
         self._dtype = compute_dtype(model.dtype, device)
-        self._model = load_model(model, device)
+        self._model = load_model(model.path, model.attention, device)
         self.vocab_size: int = self._model.get_input_embeddings().weight.shape[0]
         _turn_off_dropout(self._model)
+        self._router_coef = _router_coef(self._model)
         if model.activation_checkpointing:
             self._model.gradient_checkpointing_enable({"use_reentrant": False})
             self._model.train()  # transformers checkpoints only then; dropout is off anyway
-        self._policy = Policy(
-            self._model, _head_settings(trainer, temperature, device), whole=trainer.head == "logits"
-        )
-        _shard(self._policy, self._dtype, device, group.size)
+        targets = adapted(self._model, model) if model.lora_rank else []
+        if model.compile:
+            for layer in decoder_layers(self._model):
+                layer.compile()
+        self._placement = place(device, group.size, trainer.replicas)
+        self._policy = self._sharded(self._model, offload=trainer.offload == "all")
 
         self._seen: dict[str, DTensor] = dict(self._model.named_parameters())
-        self._masters = self._seen
-        if self._dtype != torch.bfloat16:
-            self._masters = {name: _copy(p) for name, p in self._seen.items()}
+        self._masters = self._make_masters(model, targets)
+        self._gradients: dict[str, DTensor] = {}  # of the masters
         self.updates = 0  # of the optimizer: steps less refused ones
-        self._optimizer = _adamw(self._masters, trainer)
-        self._show_masters()
+        self._optimizer = make_optimizer(self._masters.tensors, trainer)
+        self._round_frozen()
+        self._masters.show()
         self._policy.check(device)
+        peak = peak_of(device, self._dtype, trainer.peak_tflops)
+        self.utilisation = Utilisation.of(self._model, peak, group.size)
+        self._reference = self._load_reference(model) if loss.reference_coef else None
+
+    def _sharded(self, model: Any, *, offload: bool) -> Policy:
+        settings = _head_settings(self._trainer, self._temperature, self._device)
+        policy = Policy(model, settings, whole=self._trainer.head == "logits")
+        shard(policy, model, self._placement, self._dtype, offload=offload)
+        return policy
+
+    def _make_masters(self, model: ModelConfig, targets: Sequence[str]) -> Masters:
+        on_host = self._trainer.offload != "none"
+        if not targets:
+            return WholeMasters(self._seen, self._dtype, on_host=on_host)
+        return Adapters(
+            self._seen,
+            targets,
+            self._placement,
+            rank=model.lora_rank,
+            alpha=model.lora_alpha,
+            on_host=on_host,
+        )
 
     def parameters(self) -> dict[str, DTensor]:
         """Hugging Face names to sharded parameters; rounded to bfloat16 they are what the forward pass
@@ -144,104 +151,132 @@ class Learner:
     # ------------------------------------------------------------ one step
 
     def forward_backward(
-        self, micro_batches: Sequence[MicroBatch], loss_tokens: int, slots: int = 0
+        self,
+        micro_batches: Sequence[MicroBatch],
+        totals: Totals,
+        slots: int = 0,
+        proximal: Sequence[Tensor] | None = None,
     ) -> StepStats:
         """Gradients and statistics of one batch. Collective: this rank's micro-batches, as many as on every
         rank.
 
-        `loss_tokens` and `slots` of the whole batch, all ranks. Gradients of an earlier batch are forgotten.
+        `totals` and `slots` of the whole batch, all ranks. `proximal`: of each micro-batch, as `frozen_logprobs`
+        gave them. Gradients of an earlier batch are forgotten.
         """
-        self._model.zero_grad(set_to_none=True)
+        self._forget()
+        divisor = denominator(self._loss, totals, self._max_tokens)
         sums = torch.zeros(len(TokenSums._fields) + 1, dtype=torch.float64)
-        greatest = torch.zeros(1, dtype=torch.float64)
-        measured = np.zeros((slots, 4))
-        for row in micro_batches:
-            loss, token_sums, ratio_max, entropy, measures = self._loss_of(row, slots)
-            (loss / max(loss_tokens, 1)).backward()  # type: ignore[no-untyped-call]
-            sums += torch.stack([value.double() for value in (*token_sums, entropy)]).cpu()
-            greatest = torch.maximum(greatest, ratio_max.double().cpu())
-            measured += measures
-        squares = sum(map(_square_sum, self._gradients()), torch.zeros((), dtype=torch.float64))
-        sums = torch.cat([sums, squares.cpu().reshape(1), torch.from_numpy(measured).reshape(-1)])
+        greatest = torch.zeros(len(Greatest._fields), dtype=torch.float64)
+        by_slot = np.zeros((slots, 4))
+        for index, row in enumerate(micro_batches):
+            result, entropy, measures, aux = self._loss_of(
+                row, slots, proximal[index] if proximal else None
+            )
+            total = result.total / divisor
+            if aux is not None:
+                total = total + aux * (int(row.loss_mask_T.sum()) / max(totals.tokens, 1))
+            total.backward()  # type: ignore[no-untyped-call]
+            sums += torch.stack([value.double() for value in (*result.sums, entropy)]).cpu()
+            greatest = torch.maximum(
+                greatest, torch.stack([value.double() for value in result.greatest]).cpu()
+            )
+            by_slot += measures
+        self._gradients = self._masters.gradients()
+        squares = torch.zeros((), dtype=torch.float64)
+        if self._placement.replica == 0:  # the other copies have the same gradients
+            for gradient in self._gradients.values():
+                squares += _square_sum(local(gradient)).cpu()
+        sums = torch.cat([sums, squares.reshape(1), torch.from_numpy(by_slot).reshape(-1)])
         self._group.sum(sums)
         self._group.max(greatest)
         *token_values, entropy_sum, square_sum = sums[: len(TokenSums._fields) + 2].tolist()
-        stats = _stats(
-            TokenSums(*token_values), entropy_sum, math.sqrt(square_sum), float(greatest), loss_tokens
+        by_token = TokenSums(*token_values)
+        stats = stats_of(
+            by_token,
+            Greatest(*greatest.tolist()),
+            loss=float(by_token.loss) / divisor,
+            entropy=entropy_sum,
+            grad_norm=math.sqrt(square_sum),
+            tokens=totals.tokens,
         )
-        by_slot = sums[len(TokenSums._fields) + 2 :].reshape(slots, 4).tolist()
-        return replace(stats, measured=tuple(map(tuple, by_slot)))
+        slot_sums = sums[len(TokenSums._fields) + 2 :].reshape(slots, 4).tolist()
+        return replace(stats, measured=tuple(map(tuple, slot_sums)))
 
-    def logprobs(self, row: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
+    @property
+    def wants_proximal(self) -> bool:
+        return needs_proximal(self._loss)
+
+    @torch.no_grad()
+    def frozen_logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Of each micro-batch [K], of the policy as it is now. Collective."""
+        return [self.logprobs(row)[0] for row in micro_batches]
+
+    def logprobs(self, row: MicroBatch, of: Policy | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """log pi of the targets at the loss tokens, float32 [K]; entropy there [K]; the indices of these
-        tokens [K].
+        tokens [K]. `of`: another model than the policy. The entropy has a gradient where the loss has a bonus for it.
 
         A row without loss tokens gives its first token, so that the pass still has something to go backward
         from.
         """
         ask = self._ask(row)
-        scores = self._scores(row, ask)
+        scores = self._scores(row, ask, of)
         return scores.logprobs_K, scores.entropy_K, ask.kept_K
 
     def _ask(self, row: MicroBatch) -> Ask:
         kept_K = torch.from_numpy(row.loss_mask_T).nonzero().squeeze(-1)
         kept_K = (kept_K if len(kept_K) else torch.zeros(1, dtype=torch.int64)).to(self._device)
-        return Ask(kept_K, self._to_device(row.targets_T)[kept_K])
+        targets_K = self._to_device(row.targets_T)[kept_K]
+        return Ask(kept_K, targets_K, entropy_gradient=self._loss.entropy_coef > 0)
 
-    def _scores(self, row: MicroBatch, ask: Ask) -> Scores:
-        scores: Scores = self._policy(
-            self._to_device(row.input_ids_T), self._to_device(row.position_ids_T), ask
-        )
+    def _scores(self, row: MicroBatch, ask: Ask, of: Policy | None = None) -> Scores:
+        policy = of or self._policy
+        scores: Scores = policy(self._to_device(row.input_ids_T), self._to_device(row.position_ids_T), ask)
         if not torch.is_grad_enabled():
-            self._policy.give_back()  # what a backward pass would have given back
+            policy.give_back()  # what a backward pass would have given back
         return scores
 
-    def _loss_of(self, row: MicroBatch, slots: int) -> tuple[Tensor, TokenSums, Tensor, Tensor, Any]:
+    def _loss_of(
+        self, row: MicroBatch, slots: int, proximal_K: Tensor | None
+    ) -> tuple[LossResult, Tensor, Any, Tensor | None]:
+        """The loss and its statistics, the entropy, what the slots measure, what the routers of a mixture add."""
+        reference_K = None
+        if self._reference is not None:
+            with torch.no_grad():
+                reference_K = self.logprobs(row, self._reference)[0]
         ask = self._ask(row)
-        kept_K = ask.kept_K
-        mask_K = self._to_device(row.loss_mask_T)[kept_K]
-        behaviour_K = self._to_device(row.behaviour_T)[kept_K]
-        advantages_K = self._to_device(row.advantages_T)[kept_K]
-        fresh_K = self._to_device(row.lags_T)[kept_K] == 0
-
-        def loss_of(logprobs_k: Tensor, k: slice) -> tuple[Tensor, TokenSums, Tensor]:
-            return policy_loss(
-                logprobs_k, behaviour_K[k], advantages_K[k], mask_K[k], fresh_K[k], self._loss
+        nothing_K = torch.zeros(len(ask.kept_K), device=self._device)
+        known = loss_inputs(row, ask.kept_K, nothing_K, nothing_K, proximal_K, reference_K)
+        if by_token(self._loss):
+            # A token's gradient is known as soon as its logprob is: made together with it, logits are computed once.
+            ask.loss_of = lambda logprobs_k, entropy_k, k: total_of(
+                part_of(known, k, logprobs_k, entropy_k), self._loss
             )
-
-        if self._loss.name in SUMS_OVER_TOKENS:
-            ask.loss_of = lambda logprobs_k, entropy_k, k: loss_of(logprobs_k, k)[0]
-        logprobs_K, entropy_K, fused, _ = self._scores(row, ask)
-        loss, sums, ratio_max = loss_of(logprobs_K, slice(None))
-        loss = loss if fused is None else fused
-        measures = np.zeros((slots, 4))
-        if slots:
-            kept = kept_K.cpu().numpy()
-            each = token_measures(
-                logprobs_K.detach().cpu().numpy(), row.behaviour_T[kept], entropy_K.cpu().numpy()
-            )
-            measures = totals_by_slot(np.where(row.loss_mask_T, row.slots_T, -1)[kept], each, slots)
-        return loss, sums, ratio_max, entropy_K.where(mask_K, 0.0).sum(), measures
+        scores = self._scores(row, ask)
+        inputs = known._replace(logprobs_T=scores.logprobs_K, entropy_T=scores.entropy_K)
+        result = policy_loss(inputs, self._loss, self._custom)
+        if scores.loss is not None:
+            result = result._replace(total=scores.loss)
+        entropy = scores.entropy_K.detach().where(inputs.mask_T, 0.0).sum()
+        aux = None if scores.aux_loss is None else self._router_coef * scores.aux_loss
+        return result, entropy, measured(row, inputs, ask.kept_K, slots), aux
 
     def optimizer_step(self, stats: StepStats) -> bool:
         """Clip and update, at the next learning rate of the warm-up. False, with weights and optimizer
         untouched, where the loss or the gradient is not finite (one NaN in Adam's moments would never leave
         them again), and where the batch had no loss token (momentum alone must not move the weights)."""
         if not stats.finite or not stats.tokens:
-            self._model.zero_grad(set_to_none=True)
+            self._forget()
             return False
         scale = min(1.0, self._trainer.clip_norm / (stats.grad_norm + 1e-6))
-        for name, parameter in self._seen.items():
-            if parameter.grad is not None:
-                _local(parameter.grad).mul_(scale)
-                self._masters[name].grad = parameter.grad
+        for name, gradient in self._gradients.items():
+            local(gradient).mul_(scale)
+            self._masters.tensors[name].grad = gradient
         for parameters in self._optimizer.param_groups:
             parameters["lr"] = self.learning_rate
         self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-        self._model.zero_grad(set_to_none=True)
+        self._forget()
         self.updates += 1
-        self._show_masters()
+        self._masters.show()
         return True
 
     @property
@@ -252,42 +287,49 @@ class Learner:
     # ------------------------------------------------------------ checkpoints
 
     def rows(self) -> dict[str, OptimizerRows]:
-        """Everything a checkpoint holds of this rank, by parameter name; live tensors, to read or to write
-        into. Call `restored` after writing."""
-        return {name: self._rows_of(master) for name, master in self._masters.items()}
+        """Everything a checkpoint holds of this rank, by name; live tensors, to read or to write into. Call
+        `restored` after writing."""
+        return optimizer_rows(self._masters.tensors, self._optimizer, self._placement, self._group.rank)
 
     def restored(self, updates: int) -> None:
-        """The tensors of `rows` were overwritten with the state after `updates` updates."""
+        """The tensors of `rows` were overwritten with the state after `updates` updates. Collective."""
         self.updates = updates
-        for state in self._optimizer.state.values():
-            state["step"].fill_(updates)
-        self._show_masters()
-
-    def _rows_of(self, master: DTensor) -> OptimizerRows:
-        state = self._optimizer.state[master]
-        chunk = -(
-            -master.shape[0] // self._group.size
-        )  # torch.chunk's rule: the last ranks may hold less, or nothing
-        return OptimizerRows(
-            shape=tuple(master.shape),
-            first=min(self._group.rank * chunk, master.shape[0]),
-            param=_local(master),
-            exp_avg=_local(state["exp_avg"]),
-            exp_avg_sq=_local(state["exp_avg_sq"]),
-        )
+        set_updates(self._optimizer, updates)
+        self._masters.show()
 
     # ------------------------------------------------------------ inside
 
-    @torch.no_grad()
-    def _show_masters(self) -> None:
-        """Put the masters, rounded to bfloat16, where the forward pass reads (unless FSDP rounds them
-        itself)."""
-        if self._masters is not self._seen:
-            for name, master in self._masters.items():
-                _local(self._seen[name]).copy_(_local(master).to(torch.bfloat16))
+    def _load_reference(self, model: ModelConfig) -> Policy:
+        """The frozen policy, as it would be served: weights rounded to bfloat16. Raises ConfigError for a folder
+        without a model, or with another vocabulary."""
+        folder = self._loss.reference or model.path
+        reference = load_model(folder, model.attention, self._device)
+        rows = reference.get_input_embeddings().weight.shape[0]
+        if rows != self.vocab_size:
+            raise ConfigError(
+                f"loss.reference: the model in {folder} has a vocabulary of {rows} tokens, the policy one of "
+                f"{self.vocab_size}",
+                hint="a reference must be of the same family, with the same tokenizer",
+            )
+        _turn_off_dropout(reference)
+        for parameter in reference.parameters():
+            parameter.requires_grad_(False)
+            parameter.data = parameter.data.bfloat16().to(self._dtype)
+        policy = self._sharded(reference, offload=self._device.type != "cpu")
+        policy.check(self._device)
+        return policy
 
-    def _gradients(self) -> Iterator[Tensor]:
-        return (p.grad for p in self._seen.values() if p.grad is not None)
+    @torch.no_grad()
+    def _round_frozen(self) -> None:
+        """What has no master is seen as it is published, too."""
+        for weight in self._seen.values():
+            if not weight.requires_grad:
+                local(weight).copy_(local(weight).to(torch.bfloat16))
+
+    def _forget(self) -> None:
+        self._gradients = {}
+        self._masters.forget()
+        self._optimizer.zero_grad(set_to_none=True)
 
     def _to_device(self, array: Any) -> Tensor:
         return torch.from_numpy(array).to(self._device, non_blocking=True)
@@ -300,26 +342,14 @@ def _head_settings(trainer: TrainerConfig, temperature: float, device: torch.dev
     return HeadSettings(LogitMap(), temperature, mib << 20, compiled)
 
 
-def _shard(policy: Policy, dtype: torch.dtype, device: torch.device, ranks: int) -> None:
-    """FSDP2 in place: one unit per decoder layer, one for the rest (embeddings, head, last norm)."""
-    mesh = init_device_mesh(device.type, (ranks,))
-    half = dtype if dtype != torch.float32 else None
-    precision = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
-    for layer in _decoder_layers(policy.model):
-        fully_shard(layer, mesh=mesh, mp_policy=precision)
-    fully_shard(policy, mesh=mesh, mp_policy=precision)
-    for module in policy.modules():
-        if isinstance(module, FSDPModule) and ranks > 1:
-            # FSDP averages over ranks by default; ours is a sum, divided by the loss tokens of the whole
-            # batch. (Alone, a factor would cost a copy of the gradient.)
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum
-
-
-def _decoder_layers(model: Any) -> Iterable[nn.Module]:
-    """The modules that transformers itself says must not be split over devices."""
-    names = set(model._no_split_modules or ())
-    return [module for module in model.modules() if type(module).__name__ in names]
+def _router_coef(model: Any) -> float:
+    """Of a mixture of experts: the weight of its routers' balance loss (Switch, arXiv 2101.03961), which it is asked
+    for; 0 for other models. A mean over a micro-batch's tokens, so it alone depends on the packing."""
+    coef = float(getattr(model.config, "router_aux_loss_coef", 0.0) or 0.0)
+    if coef and hasattr(model.config, "output_router_logits"):
+        model.config.output_router_logits = True
+        return coef
+    return 0.0
 
 
 def _turn_off_dropout(model: nn.Module) -> None:
@@ -332,62 +362,7 @@ def _turn_off_dropout(model: nn.Module) -> None:
             module.attention_dropout = 0.0  # type: ignore[assignment]
 
 
-def _adamw(masters: dict[str, DTensor], trainer: TrainerConfig) -> torch.optim.AdamW:
-    """With its state made now and not at the first step, so that a checkpoint always has the same shape."""
-    matrices = [p for p in masters.values() if p.ndim >= 2]
-    others = [p for p in masters.values() if p.ndim < 2]
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": matrices, "weight_decay": trainer.weight_decay},
-            {"params": others, "weight_decay": 0.0},
-        ],
-        lr=trainer.learning_rate,
-        betas=trainer.betas,
-        eps=trainer.eps,
-        fused=True,  # one pass over memory instead of ten
-    )
-    for parameter in masters.values():
-        optimizer.state[parameter] = {
-            "step": torch.zeros((), device=parameter.device),  # where a fused step reads it
-            "exp_avg": torch.zeros_like(parameter),
-            "exp_avg_sq": torch.zeros_like(parameter),
-        }
-    return optimizer
-
-
-def _stats(
-    sums: TokenSums, entropy: float, grad_norm: float, ratio_max: float, loss_tokens: int
-) -> StepStats:
-    """`sums` as plain numbers, over all ranks."""
-    count = max(loss_tokens, 1)
-    fresh = int(sums.fresh_tokens)
-    return StepStats(
-        loss=float(sums.loss) / count,
-        tokens=int(sums.tokens),
-        grad_norm=grad_norm,
-        ratio_mean=float(sums.ratio) / count,
-        ratio_max=ratio_max,
-        abs_logprob=float(sums.abs_logprob) / count,
-        kl_k3=float(sums.kl_k3) / count,
-        fresh_tokens=fresh,
-        fresh_abs_logprob=float(sums.fresh_abs_logprob) / fresh if fresh else None,
-        fresh_kl_k3=float(sums.fresh_kl_k3) / fresh if fresh else None,
-        masked_positive=float(sums.positive_masked) / max(float(sums.positive), 1.0),
-        masked_negative=float(sums.negative_masked) / max(float(sums.negative), 1.0),
-        entropy=entropy / count,
-    )
-
-
 def _square_sum(gradient: Tensor) -> Tensor:
     """In float64, a piece at a time: the whole of a vocabulary's gradient would be its largest tensor twice more."""
-    pieces = _local(gradient).reshape(-1).split(1 << 20)
-    return sum((p.double().square().sum() for p in pieces), torch.zeros((), dtype=torch.float64))
-
-
-def _copy(parameter: DTensor) -> Any:
-    return nn.Parameter(parameter.detach().clone())
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's rows of a DTensor, sharing its memory."""
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+    pieces = gradient.reshape(-1).split(1 << 20)
+    return sum((p.double().square().sum() for p in pieces), gradient.new_zeros((), dtype=torch.float64))

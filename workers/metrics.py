@@ -9,11 +9,15 @@ that do not exist, or are not finite, are null.
     incarnation                    of the trainer, one more after every start
     time                           of writing, seconds since the epoch
 
-    reward/mean, /min, /max        of the samples trained
+    reward/mean, /min, /max        of the samples trained, as the environment gave them (a run has one environment)
     samples, groups                trained
     tokens, tokens/mean            loss tokens, in all and per sample
+    length/mean, /min, /max        tokens of a completion
     finish/length                  part of the samples that were cut off at max_tokens
     lag/mean, /p50, /p95, /max     optimizer steps, of the samples trained
+    lag/in_flight_mean, /in_flight_max   the part that grew while the sample was generated: from the oldest to the
+                                   newest policy in it
+    lag/in_queue_mean, /in_queue_max     the rest: since the newest policy in it
     dropped/<reason>               groups since the orchestrator's start (stale: leases that were stopped, and
                                    leased again); of this step's batch for trainer_lag, trainer_version and
                                    trainer_malformed
@@ -22,18 +26,29 @@ that do not exist, or are not finite, are null.
     grad_norm                      before clipping
     learning_rate                  of this step
     entropy                        of the policy, nats per token
-    ratio/mean, /max               pi / mu
-    clip/positive, /negative       part of the tokens outside the trust region, by the sign of their advantage
+    ratio/mean, /max               pi / mu, each at most 20
+    ess/token, /sequence           effective sample size of the weights pi / mu, as a share: of tokens; of samples,
+                                   whose weight is the product over their tokens
+    chi_square                     mean of (pi / mu - 1)²: chi-square divergence
+    clip/positive, /negative       part of the tokens that the loss masked, clipped or truncated, by the sign of their
+                                   advantage
     mismatch/abs_logprob           |log pi - log mu|, mean over loss tokens
-    mismatch/kl_k3                 k3 estimate of KL, mean over loss tokens
+    mismatch/kl_k3, /kl_k3_max     k3 estimate of KL, mean over loss tokens, and of the worst of them
     mismatch_lag0/tokens           loss tokens whose sample is, so far, all by the policy being trained
     mismatch_lag0/abs_logprob      over those tokens
     mismatch_lag0/kl_k3            over those tokens
+    reference/kl_k3                k3 estimate of the KL to the frozen reference; 0 without one
+    updates                        of the optimizer in this step (trainer.minibatches)
+    alerts/<name>                  steps since the trainer's start at which an alert held (docs/losses.md)
     refused                        1 where this step's update was refused as not finite, else 0
-    refused/total                  steps refused since the trainer's start
+    refused/total                  steps refused, those before a resume included
     checkpoint/late                since the trainer's start: due while the one before was still on its way
     checkpoint/failed              since the trainer's start: given up, the store was away
 
+    tokens_per_s                   loss tokens over the time of the step
+    waiting                        part of the step's time that was a wait for a batch
+    mfu                            model FLOPs over what the devices can do, while they computed; null where that is
+                                   not known (trainer.peak_tflops)
     time/step_s                    the whole step, and its parts:
     time/wait_batch_s              for a batch from the orchestrator
     time/forward_backward_s

@@ -26,7 +26,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from async_rl.errors import ConfigError
 from workers.pretrained import load_causal_lm
-from workers.settings import ModelConfig
 
 __all__ = [
     "Cuts",
@@ -70,13 +69,11 @@ def fits(model: Any) -> bool:
     )
 
 
-def load_model(config: ModelConfig, device: torch.device) -> Any:
-    """The policy in host memory and float32, with the attention that `config` asks for. Raises ConfigError."""
-    attention = "sdpa" if config.attention in ("auto", "packed") else config.attention
-    model = load_causal_lm(Path(config.path), dtype=torch.float32, attention=attention)
-    if config.attention == "packed" or (
-        config.attention == "auto" and device.type == "cpu" and fits(model)
-    ):
+def load_model(folder: str, attention: str, device: torch.device) -> Any:
+    """A policy in host memory and float32, with the attention that ModelConfig asks for. Raises ConfigError."""
+    theirs = "sdpa" if attention in ("auto", "packed") else attention
+    model = load_causal_lm(Path(folder), dtype=torch.float32, attention=theirs)
+    if attention == "packed" or (attention == "auto" and device.type == "cpu" and fits(model)):
         use_packed_attention(model)
     return model
 

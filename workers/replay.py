@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
+from async_rl.algo.advantages import AdvantageConfig
 from async_rl.algo.losses import LossConfig
-from async_rl.algo.packing import pack
 from async_rl.algo.staleness import Tree
 from async_rl.errors import ConfigError
 from async_rl.store.base import ObjectStore
@@ -24,7 +24,9 @@ from workers.learner import Learner
 from workers.metrics import plain
 from workers.process_group import choose_device, rank_group
 from workers.settings import ModelConfig, TrainerConfig
-from workers.trainer import learner_metrics, prepare_torch
+from workers.step_metrics import learner_metrics
+from workers.trainer import prepare_torch
+from workers.updates import train_batch
 
 __all__ = ["COMPARED", "Recording", "first_difference", "read_metrics", "replay"]
 
@@ -57,6 +59,8 @@ def replay(
     temperature: float,
     seed: int,
     max_lag: int,
+    advantage: AdvantageConfig = AdvantageConfig(),  # noqa: B008  # frozen
+    max_tokens: int = 0,
 ) -> Iterator[Line]:
     """The numbers of each step, as it is trained; one rank. Nothing is written to the store. `begin`: `never` for
     the initial weights, `latest` or a step for a checkpoint's.
@@ -68,7 +72,15 @@ def replay(
     lineage = Lineage()
     lineage.nodes = recording.tree
     with rank_group(device, trainer.collective_wait_s) as group:
-        learner = Learner(model, trainer, loss, temperature=temperature, group=group, device=device)
+        learner = Learner(
+            model,
+            trainer,
+            loss,
+            temperature=temperature,
+            group=group,
+            device=device,
+            max_tokens=max_tokens,
+        )
         step = 0
         if checkpoint is not None:
             checkpoints.restore(store, checkpoint, 0, learner.rows())
@@ -77,17 +89,21 @@ def replay(
         for batch in recording.batches(step):
             lineage.pinned = recording.newest.get(batch.incarnation, max(recording.tree, default=-1))
             trained = prepare(
-                batch, lineage, step=batch.step, max_lag=max_lag, vocab_size=learner.vocab_size
+                batch,
+                lineage,
+                step=batch.step,
+                max_lag=max_lag,
+                vocab_size=learner.vocab_size,
+                advantage=advantage,
+                max_tokens=max_tokens,
             )
-            (micro_batches,) = pack(trained.samples, trainer.microbatch_tokens, 1)
-            stats = learner.forward_backward(micro_batches, trained.loss_tokens)
             learning_rate = learner.learning_rate
-            applied = learner.optimizer_step(stats)
+            updates = train_batch(learner, group, trained.samples, trainer)
             line = {
                 "step": batch.step + 1,
-                **learner_metrics(stats, learning_rate),
+                **learner_metrics(updates.stats, learning_rate),
                 "tokens": trained.loss_tokens,
-                "refused": int(not applied),
+                "refused": int(not updates.made),
             }
             yield {name: plain(line[name]) for name in ("step", *COMPARED)}
 

@@ -50,6 +50,7 @@ from async_rl.wire import Refused as RefusedMessage
 from workers.engines import Engine
 from workers.rollout_credit import Credits
 from workers.rollout_ending import LONGEST_PAUSE_S, Ending, Over, cancel, delays
+from workers.rollout_figures import Figures, Speed
 from workers.rollout_groups import Texts
 from workers.rollout_leases import Leases
 from workers.rollout_needs import Needs
@@ -111,7 +112,7 @@ class RolloutWorker:
         self._welcomed = asyncio.Event()
         self._refusal = ""
         self._beat_now = asyncio.Event()
-        self._speed = _Speed()
+        self._speed = Speed(time.monotonic())
         self.newest = (-1, -1)  # version and step, as announced
 
     async def run(self) -> None:
@@ -298,15 +299,33 @@ class RolloutWorker:
             await self.leases.send_again()
 
     def _heartbeat(self) -> Heartbeat:
-        load, now = self.engine.load(), time.monotonic()
-        following = self.following
-        return Heartbeat(
-            version=self.engine.version,
+        return self._figures().heartbeat(self.leases.progress(), self.leases.finished)
+
+    def _reader_beat(self) -> ReaderBeat:
+        subscriber = self.subscriber
+        expires_s = 5 * subscriber.config.beat_s
+        return self._figures().reader_beat(subscriber.needed_versions, expires_s, subscriber.lacks)
+
+    def picture(self) -> WorkerView:
+        """For exporters, as the orchestrator would show it. Unknown where the worker itself can't know: how far it is
+        behind before anybody has announced a version to it."""
+        return self._figures().view()
+
+    def _figures(self) -> Figures:
+        load, following, now = self.engine.load(), self.following, time.monotonic()
+        version, step = self.newest
+        known = self.engine.version >= 0 and following.served_step >= 0 and version >= 0
+        return Figures(
+            worker=self.name,
+            cluster=self.config.cluster,
             state=self._state,
-            progress=self.leases.progress(),
-            fetching_version=following.fetching,
+            version=self.engine.version,
+            lag=max(0, step - following.served_step) if known else None,
+            fetching=following.fetching,
             fetched_fraction=following.fetched,
             tokens_per_s=self._speed.measure(load.tokens, now),
+            leases=len(self.leases),
+            capacity=self.credits.level,
             running=load.running,
             queued=load.queued,
             sync_bytes=following.sync_bytes,
@@ -314,66 +333,9 @@ class RolloutWorker:
             cache_used=load.cache_used,
             oldest_s=self.leases.oldest_s(now),
             idle_s=self.leases.idle_s(now),
-            finished=self.leases.finished,
-        )
-
-    def _reader_beat(self) -> ReaderBeat:
-        following = self.following
-        return ReaderBeat(
-            self.name,
-            self.subscriber.needed_versions,
-            5 * self.subscriber.config.beat_s,
-            self.subscriber.lacks,
-            cluster=self.config.cluster,
-            state=self._state,
-            version=self.engine.version,
-            fetching=following.fetching,
-            fetched_fraction=following.fetched,
-            tokens_per_s=self._speed.rate,
-            sync_bytes=following.sync_bytes,
-        )
-
-    def picture(self) -> WorkerView:
-        """For exporters, as the orchestrator would show it. Unknown where the worker itself can't know: how far it is
-        behind before anybody has announced a version to it."""
-        beat, serving = self._heartbeat(), self.engine.version >= 0
-        version, step = self.newest
-        served_step = self.following.served_step
-        known = serving and served_step >= 0 and version >= 0
-        return WorkerView(
-            worker=self.name,
-            cluster=self.config.cluster,
-            state=self._state,
-            version=self.engine.version if serving else None,
-            lag=max(0, step - served_step) if known else None,
-            fetching_version=beat.fetching_version if beat.fetching_version >= 0 else None,
-            fetched_fraction=beat.fetched_fraction if beat.fetching_version >= 0 else None,
-            tokens_per_s=beat.tokens_per_s,
-            leases=len(self.leases),
-            capacity=self.credits.level,
-            running=beat.running,
-            queued=beat.queued,
-            sync_bytes=beat.sync_bytes,
-            pause_s=beat.pause_s,
-            cache_used=beat.cache_used,
-            oldest_s=beat.oldest_s,
-            idle_s=beat.idle_s,
         )
 
     @property
     def known(self) -> bool:
         """Whether the orchestrator knows us, as far as we know."""
         return self._welcomed.is_set() and not self._unknown.is_set()
-
-
-class _Speed:
-    """Tokens per second between two heartbeats."""
-
-    def __init__(self) -> None:
-        self._tokens, self._at, self.rate = 0, time.monotonic(), 0.0
-
-    def measure(self, tokens: int, now: float) -> float:
-        if now - self._at > 0.5:  # a heartbeat out of turn comes too soon after another to measure by
-            self.rate = max(0, tokens - self._tokens) / (now - self._at)
-            self._tokens, self._at = tokens, now
-        return self.rate

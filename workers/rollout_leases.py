@@ -28,6 +28,9 @@ __all__ = ["Leases"]
 
 log = get_logger(__name__)
 
+REASON_CHARS = 1000
+"""Of why a lease failed: what an environment raises may hold the whole completion, and a message has limits."""
+
 RESEND_S = 10.0
 """A group that is not acknowledged after this long is sent again. An acknowledgement takes milliseconds."""
 LAST_ACKS_S = 5.0
@@ -179,10 +182,11 @@ class Leases:
                 self._ending.fail(error)
                 failure = Failed(lease.lease, lease.key, "its worker's engine failed", returned=True)
             else:
-                failure = Failed(lease.lease, lease.key, str(error))
+                failure = Failed(lease.lease, lease.key, str(error)[:REASON_CHARS])
         except AsyncRLError as error:
-            log.warning("lease failed", key=lease.key, error=str(error))
-            failure = Failed(lease.lease, lease.key, str(error))
+            why = str(error)[:REASON_CHARS]
+            log.warning("lease failed", key=lease.key, error=why)
+            failure = Failed(lease.lease, lease.key, why)
         finally:
             self._work.pop(lease.lease, None)
         if failure is not None:

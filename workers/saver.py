@@ -39,7 +39,7 @@ from async_rl.weights.ranks import Report, raise_first
 from workers import checkpoints
 from workers.batches import Lineage
 from workers.checkpoints import Checkpoint, Progress, Snapshot
-from workers.learner import OptimizerRows
+from workers.optimizers import OptimizerRows
 from workers.process_group import RankGroup
 from workers.settings import TrainerConfig
 

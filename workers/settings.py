@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from async_rl.algo.alerts import AlertsConfig
+
 __all__ = ["ModelConfig", "TrainerConfig"]
 
 Positive = Annotated[float, Meta(gt=0)]
@@ -35,6 +37,19 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True):
     plainly causal, sdpa elsewhere."""
     activation_checkpointing: bool = False
     """Compute activations again in the backward pass: less memory, about a third more time."""
+    compile: bool = False
+    """torch.compile each decoder layer. On a CPU it needs a C++ compiler; the first steps take minutes while shapes
+    are new; then a large model's step is faster, a tiny one's is not."""
+
+    lora_rank: Count = 0
+    """Train low-rank adapters of this rank in the place of the weights; 0: train all weights. What is published and
+    served is the merged weights, so engines and `async-rl weights` see no difference; what shrinks is the optimizer:
+    no masters and no moments of the weights themselves."""
+    lora_alpha: Positive = 32.0
+    """The adapters' product counts lora_alpha / lora_rank times. 32 with rank 16 is what the field starts from."""
+    lora_targets: tuple[str, ...] = ()
+    """Linear layers of the decoder layers by the last part of their name (q_proj, down_proj, …). Empty: all of them,
+    which loses least against full training."""
 
 
 class TrainerConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -43,13 +58,17 @@ class TrainerConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     steps: AtLeastOne = 100
     """The run ends when this many steps are done, those before a resume included."""
+    optimizer: Literal["adamw", "adafactor"] = "adamw"
+    """adamw keeps two float32 moments, 8 bytes per weight. adafactor keeps the second one as a row and a column per
+    matrix and no first one: next to nothing, for updates that are somewhat noisier. Both take the same learning
+    rates."""
     learning_rate: Positive = 1e-6
-    """Of AdamW after the warm-up. 1e-6 is what RL on pretrained models of a billion weights and more is
+    """After the warm-up. 1e-6 is what RL on pretrained models of a billion weights and more is
     published with (prime-rl, DAPO); the demo's one-million-weight model wants a thousand times more."""
     warmup_steps: Count = 10
     """The learning rate rises linearly over this many updates, then stays."""
     weight_decay: NotNegative = 0.0
-    """Of AdamW, on matrices only (norms and biases never decay)."""
+    """Decoupled, on matrices only (norms and biases never decay)."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Of AdamW. 0.95 rather than torch's 0.999: a run is hundreds of steps, and lag makes old gradients
     stale."""
@@ -57,6 +76,11 @@ class TrainerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Of AdamW."""
     clip_norm: Positive = 1.0
     """The gradient's global norm is scaled down to this."""
+
+    alerts: AlertsConfig = AlertsConfig()
+    peak_tflops: NotNegative = 0.0
+    """What one device can do in the type of the products, for the metric mfu. 0: known for NVIDIA's usual ones in
+    bfloat16, else there is no such metric."""
 
     publish_every: AtLeastOne = 1
     """Steps per policy version."""
@@ -68,6 +92,19 @@ class TrainerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     keep_checkpoints: AtLeastOne = 2
     """Older ones are deleted after each commit."""
 
+    replicas: AtLeastOne = 1
+    """Copies of the model, each sharded over ranks / replicas ranks (HSDP). 1 shards over all ranks, which needs the
+    least memory; with one copy per node, layers are gathered inside the node and only gradients cross between nodes.
+    Ranks of a copy are neighbours: 0 to ranks / replicas - 1 are the first one."""
+    offload: Literal["none", "optimizer", "all"] = "none"
+    """What waits in host memory on a machine with an accelerator. optimizer: masters and moments, 12 bytes per
+    weight, and the update runs there. all: the weights as well, brought to the device layer by layer. Slower by the
+    bus; the same numbers."""
+
+    minibatches: AtLeastOne = 1
+    """Optimizer updates per step, each from its share of the step's batch (at most one per sample). 1: with lag the
+    samples are off-policy enough. More make a step's samples go further and the policy move within the step; the
+    step stays the unit of lag and of versions, and warmup_steps counts updates."""
     microbatch_tokens: AtLeastOne = 4096
     """Tokens packed into one forward pass; a longer sample gets one of its own. Memory grows with it; so does the
     time of attention, with its square, unless model.attention is packed or flash_attention_2."""

@@ -183,8 +183,9 @@ def new_tokenizer() -> Any:
     return fast
 
 
-def new_model() -> Any:
-    """A Qwen3 with one million weights in float32, initialised from torch's current seed.
+def new_model(**changes: Any) -> Any:
+    """A Qwen3 with one million weights in float32, initialised from torch's current seed. `changes`: to its
+    Qwen3Config.
 
     Two wide layers, not many narrow ones: they learn this in half the steps, and an engine's cost per token
     on a CPU is mostly its number of layers.
@@ -192,19 +193,19 @@ def new_model() -> Any:
     hide_broken_media_packages()
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    config = Qwen3Config(
-        vocab_size=len(new_tokenizer()),
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        pad_token_id=PAD,
-        eos_token_id=END,
-        bos_token_id=BEGIN,
-        use_cache=True,
-    )
-    return Qwen3ForCausalLM(config)
+    settings: dict[str, Any] = {
+        "vocab_size": len(new_tokenizer()),
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+        "pad_token_id": PAD,
+        "eos_token_id": END,
+        "bos_token_id": BEGIN,
+        "use_cache": True,
+    }
+    return Qwen3ForCausalLM(Qwen3Config(**settings | changes))

@@ -2,8 +2,9 @@
 
     while step < steps:
         batch    waits for: enough fresh groups, which rollout workers make and the orchestrator hands out
-        samples  advantages within each group, lag of every token, packed without padding
-        stats    forward and backward; a step that is not finite is refused before the optimizer
+        trained  advantages, lag of every token
+        updates  packed without padding, forward and backward, optimizer: once, or for several minibatches; an
+                 update that is not finite is refused before the optimizer
         publish  in the background of the next step; while the version before is on its way, the weights wait
                  for the next publish, or for the wait for a batch
         checkpoint, in the background too: the loop stands still for a copy of its state in host memory
@@ -20,15 +21,16 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
+from async_rl.algo.advantages import AdvantageConfig
 from async_rl.algo.losses import LossConfig
-from async_rl.algo.packing import pack
-from async_rl.algo.staleness import summarise
 from async_rl.errors import TrainingError
 from async_rl.exporter import MetricsConfig
 from async_rl.log import get_logger
@@ -38,17 +40,19 @@ from async_rl.weights.config import WeightsConfig
 from async_rl.weights.lineage import Manifest, check_not_fenced
 from async_rl.weights.publisher import Publisher
 from async_rl.weights.ranks import from_rank0
-from async_rl.wire import Attached, Batch
+from async_rl.wire import Attached
 from workers.batches import BatchFeed, Lineage, Prepared, prepare
 from workers.beginning import Start, begin, take_run
 from workers.checkpoints import Progress
 from workers.lead import Lead
-from workers.learner import Learner, StepStats
+from workers.learner import Learner
 from workers.process_group import RankGroup, choose_device, rank_group
 from workers.saver import Saver
 from workers.settings import ModelConfig, TrainerConfig
+from workers.step_metrics import batch_metrics, learner_metrics, speed_metrics
+from workers.updates import train_batch
 
-__all__ = ["learner_metrics", "prepare_torch", "run_rank"]
+__all__ = ["prepare_torch", "run_rank"]
 
 log = get_logger(__name__)
 
@@ -65,11 +69,14 @@ def run_rank(
     orchestrator_address: str,
     seed: int,
     resume: str,
+    advantage: AdvantageConfig = AdvantageConfig(),  # noqa: B008  # frozen
+    max_tokens: int = 0,
     key: ClientKey | None = None,
     metrics_config: MetricsConfig | None = None,
 ) -> None:
-    """One rank of the trainer, from its start to the run's last step. `resume`: latest, never, or a step. `key`: for
-    an orchestrator that asks for one. `metrics_config`: where rank 0 answers Prometheus; None: nowhere.
+    """One rank of the trainer, from its start to the run's last step. `resume`: latest, never, or a step.
+    `temperature` and `max_tokens` (per sample): the sampling's. `key`: for an orchestrator that asks for one.
+    `metrics_config`: where rank 0 answers Prometheus; None: nowhere.
 
     Under torchrun every process calls it; without torchrun's environment it is the only rank.
     """
@@ -80,7 +87,15 @@ def run_rank(
         group = stack.enter_context(rank_group(device, trainer.collective_wait_s))
         bucket = open_store(store_url, store)
         stack.callback(bucket.close)
-        learner = Learner(model, trainer, loss, temperature=temperature, group=group, device=device)
+        learner = Learner(
+            model,
+            trainer,
+            loss,
+            temperature=temperature,
+            group=group,
+            device=device,
+            max_tokens=max_tokens,
+        )
         start = from_rank0(lambda: take_run(bucket, Path(model.path), learner, resume), Start)
         lineage = Lineage()
         lead = None
@@ -109,6 +124,13 @@ def run_rank(
         )
         progress = begin(bucket, group, learner, publisher, start)
         attached = from_rank0(lambda: _lead(lead).attach(progress, learner.vocab_size), Attached)
+        ready = partial(
+            prepare,
+            max_lag=attached.max_lag,
+            vocab_size=learner.vocab_size,
+            advantage=advantage,
+            max_tokens=max_tokens,
+        )
         feed = BatchFeed(
             group,
             lead.link if lead is not None else None,
@@ -135,7 +157,10 @@ def run_rank(
             )
         )
         progress = _train(
-            group, learner, publisher, feed, lineage, saver, lead, trainer, attached.max_lag, progress
+            _Parts(group, learner, publisher, feed, lineage, saver, lead),
+            trainer,
+            ready,
+            progress,
         )
         publisher.flush(step=progress.step)
         if lead is not None:
@@ -154,21 +179,26 @@ def _lead(lead: Lead | None) -> Lead:
 # ---------------------------------------------------------------- the loop
 
 
+class _Parts(NamedTuple):
+    """What a step goes through, on each rank; `lead` on rank 0 alone."""
+
+    group: RankGroup
+    learner: Learner
+    publisher: Publisher
+    feed: BatchFeed
+    lineage: Lineage
+    saver: Saver
+    lead: Lead | None
+
+
 def _train(
-    group: RankGroup,
-    learner: Learner,
-    publisher: Publisher,
-    feed: BatchFeed,
-    lineage: Lineage,
-    saver: Saver,
-    lead: Lead | None,
-    trainer: TrainerConfig,
-    max_lag: int,
-    progress: Progress,
+    parts: _Parts, trainer: TrainerConfig, ready: Callable[..., Prepared], progress: Progress
 ) -> Progress:
     """Steps until the last one or a stop; where the run is then."""
+    group, learner, publisher, feed, lineage, saver, lead = parts
     step, version = progress.step, progress.version
-    refused_in_a_row = refused = 0
+    # Of the lives before, too: a run whose every step is refused ends, however often it is resumed between them.
+    refused, refused_in_a_row = progress.refused, progress.refused_in_a_row
     while step < trainer.steps:
         clock = _Stopwatch()
         batch = feed.next(step)
@@ -178,15 +208,19 @@ def _train(
             break
         if lead is not None:
             lead.took(batch)
-        trained = prepare(batch, lineage, step=step, max_lag=max_lag, vocab_size=learner.vocab_size)
-        micro_batches = pack(trained.samples, trainer.microbatch_tokens, group.size)[group.rank]
+        trained = ready(batch, lineage, step=step)
 
-        stats = learner.forward_backward(micro_batches, trained.loss_tokens, len(trained.slots))
-        feed.checked(step, trained.slots, stats.measured)
-        clock.lap("forward_backward")
         learning_rate = learner.learning_rate
-        applied = learner.optimizer_step(stats)
-        clock.lap("optimizer")
+        updates = train_batch(learner, group, trained.samples, trainer, len(trained.slots), clock.lap)
+        feed.checked(step, trained.slots, updates.stats.measured)
+        applied = updates.made > 0
+        if 0 < updates.made < updates.wanted:
+            log.warning(
+                "some of the step's updates were refused: loss or gradient not finite, or no loss token",
+                step=step + 1,
+                made=updates.made,
+                wanted=updates.wanted,
+            )
 
         # A refused step is a step all the same: its groups are consumed, or a replay would meet them for
         # ever.
@@ -197,20 +231,31 @@ def _train(
             publisher.publish(step)
         version = publisher.newest
         clock.lap("publish")
-        progress = Progress(step, version, batch.incarnation, batch.frontier, learner.updates, batch.open)
+        progress = Progress(
+            step,
+            version,
+            batch.incarnation,
+            batch.frontier,
+            learner.updates,
+            batch.open,
+            refused=refused,
+            refused_in_a_row=refused_in_a_row,
+        )
         saver.step(progress)
         clock.lap("checkpoint")
         line = {
             "step": step,
             "version": version,
             "incarnation": batch.incarnation,
-            **_batch_metrics(trained, batch),
-            **learner_metrics(stats, learning_rate),
+            **batch_metrics(trained, batch),
+            **learner_metrics(updates.stats, learning_rate),
+            "updates": updates.made,
             "refused": int(not applied),
             "refused/total": refused,
             "checkpoint/late": saver.late,
             "checkpoint/failed": saver.failed,
-            **clock.metrics(),
+            **(times := clock.metrics()),
+            **speed_metrics(trained, times, learner.utilisation),
         }
         if lead is not None:
             lead.stepped(line, trained.lags, saver.saved)
@@ -267,50 +312,12 @@ class _Stopwatch:
 
     def lap(self, name: str) -> None:
         now = time.monotonic()
-        self._laps[name], self._last = now - self._last, now
+        self._laps[name] = self._laps.get(name, 0.0) + now - self._last
+        self._last = now
 
     def metrics(self) -> dict[str, float]:
         laps = {f"time/{name}_s": seconds for name, seconds in self._laps.items()}
         return {"time/step_s": time.monotonic() - self._start, **laps}
-
-
-def _batch_metrics(trained: Prepared, batch: Batch) -> dict[str, float | None]:
-    lag = summarise(trained.lags)
-    rewards, samples = trained.rewards, len(trained.samples)
-    dropped = {**batch.dropped, **trained.dropped}
-    return {
-        "reward/mean": sum(rewards) / samples if samples else None,
-        "reward/min": min(rewards, default=None),
-        "reward/max": max(rewards, default=None),
-        "groups": trained.groups,
-        "samples": samples,
-        "tokens": trained.loss_tokens,
-        "tokens/mean": trained.loss_tokens / samples if samples else None,
-        "finish/length": trained.cut_off / samples if samples else None,
-        "lag/mean": lag.mean,
-        "lag/p50": lag.p50,
-        "lag/p95": lag.p95,
-        "lag/max": lag.max,
-        **{f"dropped/{reason}": count for reason, count in sorted(dropped.items())},
-    }
-
-
-def learner_metrics(stats: StepStats, learning_rate: float) -> dict[str, float | None]:
-    return {
-        "loss": stats.loss,
-        "grad_norm": stats.grad_norm,
-        "learning_rate": learning_rate,
-        "entropy": stats.entropy,
-        "ratio/mean": stats.ratio_mean,
-        "ratio/max": stats.ratio_max,
-        "clip/positive": stats.masked_positive,
-        "clip/negative": stats.masked_negative,
-        "mismatch/abs_logprob": stats.abs_logprob,
-        "mismatch/kl_k3": stats.kl_k3,
-        "mismatch_lag0/tokens": stats.fresh_tokens,
-        "mismatch_lag0/abs_logprob": stats.fresh_abs_logprob,
-        "mismatch_lag0/kl_k3": stats.fresh_kl_k3,
-    }
 
 
 def _too_many_refused(count: int, step: int) -> TrainingError:

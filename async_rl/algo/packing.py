@@ -73,6 +73,7 @@ class MicroBatch:
     advantages_T: Floats
     lags_T: Ints
     slots_T: Ints  # -1: not measured
+    samples_T: Ints  # which sample of the row: 0, 1, …; each is whole, for losses that look at all of it
     samples: int
 
     @property
@@ -160,6 +161,7 @@ def _lay(samples: Sequence[TrainSample]) -> MicroBatch:
         advantages_T=np.concatenate([np.full(s.inputs, s.advantage, np.float32) for s in samples]),
         lags_T=np.concatenate([_after_prompt(s, s.lags_C) for s in samples]).astype(np.int64),
         slots_T=np.concatenate([_slots(s) for s in samples]).astype(np.int64),
+        samples_T=np.repeat(np.arange(len(samples)), [s.inputs for s in samples]),
         samples=len(samples),
     )
 
@@ -185,4 +187,5 @@ def _filler() -> MicroBatch:
     pass."""
     zero = np.zeros(1, dtype=np.int64)
     none = np.zeros(1, dtype=np.float32)
-    return MicroBatch(zero, zero, zero, np.zeros(1, dtype=np.bool_), none, none, zero, zero - 1, samples=0)
+    mask = np.zeros(1, dtype=np.bool_)
+    return MicroBatch(zero, zero, zero, mask, none, none, zero, zero - 1, zero, samples=0)

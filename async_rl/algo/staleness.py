@@ -21,7 +21,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["LagSummary", "Node", "Tree", "sample_lag", "span_lags", "summarise", "version_lag"]
+__all__ = [
+    "LagSummary",
+    "Node",
+    "Tree",
+    "newest_lag",
+    "sample_lag",
+    "span_lags",
+    "summarise",
+    "version_lag",
+]
 
 ROOT = -1
 """The parent of version 0."""
@@ -107,6 +116,12 @@ def span_lags(
 def sample_lag(lags: Sequence[tuple[int, int]]) -> int:
     """Lag of a sample: that of the oldest policy which sampled any of its tokens. 0 for an empty sample."""
     return max((lag for lag, tokens in lags if tokens), default=0)
+
+
+def newest_lag(lags: Sequence[tuple[int, int]]) -> int:
+    """Steps since the newest policy that sampled a token of the sample: it then waited, with the whole sample done
+    or nearly so. The rest of the sample's lag grew while it was generated. 0 for an empty sample."""
+    return min((lag for lag, tokens in lags if tokens), default=0)
 
 
 def summarise(lags: Sequence[int]) -> LagSummary:

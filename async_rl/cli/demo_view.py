@@ -18,6 +18,7 @@ from rich.text import Text
 
 from async_rl.cli.lag import render
 from async_rl.cli.plot import Metrics
+from async_rl.log import plain
 from async_rl.weights.report import Row
 from async_rl.wire import Status
 
@@ -80,7 +81,9 @@ def line(status: Status, steps: int) -> str:
         parts.append(f"held out {status.evals[-1].reward:.3f} (v{status.evals[-1].version})")
     parts.append(f"lag p50 {status.lag_p50:.0f} max {status.lag_max} of {status.max_lag}")
     for worker in status.workers:
-        parts.append(f"{worker.worker} {worker.state} v{worker.version} {worker.tokens_per_s:.0f} tokens/s")
+        parts.append(
+            f"{plain(worker.worker)} {worker.state} v{worker.version} {worker.tokens_per_s:.0f} tokens/s"
+        )
     if not status.workers:
         parts.append("no worker yet")
     return "  ".join(parts)

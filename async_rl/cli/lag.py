@@ -15,6 +15,7 @@ from rich.live import Live
 
 from async_rl.cli.lag_view import render_view
 from async_rl.cli.options import client_key, key_options
+from async_rl.log import plain
 from async_rl.view.model import View, of_status, over
 from async_rl.wire import Status
 
@@ -100,7 +101,8 @@ def _check(view: View, fail_over: int | None) -> None:
     late = over(view, fail_over) if fail_over is not None else []
     if late:
         said = ", ".join(
-            f"{each.worker} {'by an unknown number' if each.lag is None else each.lag}" for each in late
+            f"{plain(each.worker)} {'by an unknown number' if each.lag is None else each.lag}"
+            for each in late
         )
         click.echo(f"over {fail_over} optimizer steps behind: {said}", err=True)
         sys.exit(OVER)

@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from async_rl.log import plain
 from async_rl.view.model import ClusterView, View, WorkerView, idle_share
 
 __all__ = ["duration", "render_view"]
@@ -174,7 +175,7 @@ def _clusters(view: View) -> Table:
     for each in view.clusters:
         table.add_row(
             _plain(each.cluster),
-            f"{each.workers}" + (f" (+{each.gone} gone)" if each.gone else ""),
+            _members(each),
             _versions(each),
             _lag(each.lag, view.max_lag),
             _behind(each),
@@ -183,6 +184,13 @@ def _clusters(view: View) -> Table:
             "-" if each.idle is None else f"{each.idle:.0%}",
         )
     return table
+
+
+def _members(cluster: ClusterView) -> str:
+    """How many there are, and who of them does not count for the rest."""
+    others = {"quarantined": cluster.quarantined, "gone": cluster.gone}
+    said = ", ".join(f"{count} {state}" for state, count in others.items() if count)
+    return f"{cluster.workers - cluster.quarantined}" + (f" (+{said})" if said else "")
 
 
 def _workers(view: View) -> Table:
@@ -237,8 +245,8 @@ def _why(worker: WorkerView) -> Text:
 
 
 def _plain(said: str, style: str = "") -> Text:
-    """What others say (workers name themselves): neither markup nor anything that moves a terminal's cursor."""
-    return Text("".join(each if each.isprintable() else "\ufffd" for each in said), style=style)
+    """Neither markup nor anything that moves a terminal's cursor."""
+    return Text(plain(said), style=style)
 
 
 def _versions(cluster: ClusterView) -> str:

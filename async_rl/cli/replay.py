@@ -64,6 +64,8 @@ def command(
         temperature=config.sampling.temperature,
         seed=config.run.seed,
         max_lag=config.orchestrator.max_lag,
+        advantage=config.advantage,
+        max_tokens=config.sampling.max_tokens,
     )
     replayed = 0
     for line in lines:

@@ -9,21 +9,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 from msgspec import Meta, Struct
 
-from async_rl.algo.losses import LossConfig
-from async_rl.config import load_toml, parse_overrides, read_sections
+from async_rl.algo import losses
+from async_rl.algo.advantages import AdvantageConfig, advantage_cautions
+from async_rl.algo.losses import LOSSES, LossConfig
+from async_rl.config import Choice, load_toml, parse_overrides, read_sections
 from async_rl.envs.base import EnvironmentConfig
 from async_rl.errors import ConfigError
 from async_rl.exporter import MetricsConfig, address_of
 from async_rl.store.base import StoreConfig
 from async_rl.weights.config import WeightsConfig
-from orchestrator.config import EvalConfig, OrchestratorConfig, SamplingConfig, check_bind
+from orchestrator.config import EvalConfig, OrchestratorConfig, SamplingConfig, check_bind, check_sizes
 from workers.rollout_settings import RolloutConfig
 from workers.settings import ModelConfig, TrainerConfig
 
-__all__ = ["RunConfig", "RunFile", "read_run_file", "read_worker_options"]
+__all__ = ["RunConfig", "RunFile", "cautions", "check_model", "read_run_file", "read_worker_options"]
 
 
 class RunConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -44,13 +45,14 @@ class RunFile(Struct, frozen=True):
     eval: EvalConfig
     trainer: TrainerConfig
     loss: LossConfig
+    advantage: AdvantageConfig
     weights: WeightsConfig
     store: StoreConfig
     rollout: RolloutConfig
     metrics: MetricsConfig
 
 
-SECTIONS: dict[str, type[Struct]] = {
+SECTIONS: dict[str, type[Struct] | Choice] = {
     "run": RunConfig,
     "model": ModelConfig,
     "environment": EnvironmentConfig,
@@ -58,7 +60,8 @@ SECTIONS: dict[str, type[Struct]] = {
     "orchestrator": OrchestratorConfig,
     "eval": EvalConfig,
     "trainer": TrainerConfig,
-    "loss": LossConfig,
+    "loss": LOSSES,
+    "advantage": AdvantageConfig,
     "weights": WeightsConfig,
     "store": StoreConfig,
     "rollout": RolloutConfig,
@@ -69,9 +72,17 @@ SECTIONS: dict[str, type[Struct]] = {
 def read_run_file(path: Path, overrides: tuple[str, ...] = ()) -> RunFile:
     """The run file at `path` with `--set` on top. Raises ConfigError for anything that can't be meant."""
     sections = read_sections(load_toml(path), parse_overrides(overrides), SECTIONS, str(path))
-    run_file = msgspec.convert(sections, RunFile, from_attributes=True)
+    run_file = RunFile(**sections)  # type: ignore[arg-type]  # one Struct per section, each of its class
     _check(run_file, str(path))
     return run_file
+
+
+def cautions(r: RunFile) -> list[str]:
+    """Choices that can't be told from mistakes, one sentence each: for the trainer's log, once."""
+    return [
+        *losses.cautions(r.loss, r.orchestrator.max_lag, r.trainer.minibatches),
+        *advantage_cautions(r.advantage, r.orchestrator.drop_no_signal),
+    ]
 
 
 def read_worker_options(overrides: tuple[str, ...]) -> tuple[RolloutConfig, StoreConfig, WeightsConfig]:
@@ -108,6 +119,7 @@ def _check(r: RunFile, where: str) -> None:
             hint="a Hugging Face folder; `async-rl model tiny --out DIR` makes one",
         )
     check_bind(r.orchestrator)
+    check_sizes(r.sampling)
     _check_metrics(r, where)
     if r.trainer.finish_wait_s <= r.orchestrator.final_eval_s:
         raise ConfigError(
@@ -121,6 +133,28 @@ def _check(r: RunFile, where: str) -> None:
             f"{r.orchestrator.max_lag} can't go on: the lag grows to publish_every - 1 between versions",
             hint=f"set max_lag to at least {r.trainer.publish_every - 1}, or publish more often",
         )
+
+
+def check_model(path: str) -> None:
+    """Where the trainer is: raises ConfigError unless there is a model's folder at `path`, before minutes were spent
+    on the rest."""
+    folder = Path(path)
+    lacks = (
+        "it has no config.json"
+        if folder.is_dir()
+        else "it is no folder"
+        if folder.exists()
+        else "nothing is there"
+    )
+    if (folder / "config.json").is_file():
+        if any(folder.glob("*.safetensors")):
+            return
+        lacks = "it has no *.safetensors"
+    raise ConfigError(
+        f"model.path = {path!r} is no model: {lacks}",
+        hint="a folder as Hugging Face's save_pretrained writes it, on every node (a hub's name is none); "
+        "`async-rl model tiny --out DIR` makes a small one",
+    )
 
 
 def _check_metrics(r: RunFile, where: str) -> None:

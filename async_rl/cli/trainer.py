@@ -64,13 +64,14 @@ def command(
 
     A key is needed only for an orchestrator that is named: the one that it starts knows the trainer.
     """
-    from async_rl.cli.runfile import read_run_file
+    from async_rl.cli.runfile import check_model, read_run_file
 
     if resume not in ("latest", "never") and not resume.isdigit():
         raise ConfigError(f"--resume {resume!r} is neither latest, never nor a step")
     if metrics_address:
         overrides = (*overrides, f'metrics.trainer="{metrics_address}"')
     config = read_run_file(run_file, overrides)  # refuse bad input here, once, before any process starts
+    check_model(config.model.path)
     if "LOCAL_RANK" in os.environ:
         if nproc_per_node != 1:
             raise ConfigError("under torchrun every process is one rank", hint="leave out --nproc-per-node")
@@ -169,11 +170,16 @@ def _under_torchrun(
     key_file: str = "",
     server_key: str = "",
 ) -> None:
-    from async_rl.log import setup
+    from async_rl.log import get_logger, setup
 
     rank = int(os.environ["RANK"])
     setup(f"trainer[{rank}]" if int(os.environ["WORLD_SIZE"]) > 1 else "trainer")
+    from async_rl.cli.runfile import cautions
     from workers.trainer import run_rank
+
+    if rank == 0:
+        for each in cautions(config):
+            get_logger(__name__).warning(each)
 
     def run(address: str, key_file: str, server_key: str) -> None:
         run_rank(
@@ -187,6 +193,8 @@ def _under_torchrun(
             orchestrator_address=address,
             seed=config.run.seed,
             resume=resume,
+            advantage=config.advantage,
+            max_tokens=config.sampling.max_tokens,
             key=client_key(key_file, server_key) if rank == 0 else None,  # only rank 0 dials
             metrics_config=config.metrics,
         )

@@ -254,7 +254,8 @@ class Keyring:
             )
         return NotAllowed(
             f"key {public} is not allowed",
-            hint=f"on the orchestrator's side: async-rl keys allow NAME {public} --server DIR",
+            hint=f"on the orchestrator's side: async-rl keys allow NAME {public} --role ROLE --server DIR "
+            f"({', '.join(ROLES)})",
             code="key_unknown",
         )
 

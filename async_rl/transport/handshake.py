@@ -79,7 +79,8 @@ class Handshakes:
         return Refused(
             f"the orchestrator at {self._address} does not allow our key {name!r} (public key {public}): "
             "it never did, or the key was revoked",
-            hint=f"on the orchestrator's side: async-rl keys allow {name} {public} --server DIR",
+            hint=f"on the orchestrator's side: async-rl keys allow {name} {public} --role ROLE --server DIR "
+            "(worker, trainer or watcher)",
         )
 
     def _other_mechanism(self) -> Refused:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import re
 import stat
+import string
 import tomllib
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -72,16 +73,18 @@ def public_of(secret: bytes) -> bytes:
 def of_hex(text: str, what: str) -> bytes:
     """[32]. Raises ConfigError for anything but 64 hexadecimal digits; the text is not repeated, it may be
     secret."""
-    try:
-        key = bytes.fromhex(text)
-    except ValueError:
-        key = b""
-    if len(key) != KEY_BYTES or len(text) != 2 * KEY_BYTES:
+    digits, others = 2 * KEY_BYTES, sum(each not in string.hexdigits for each in text)
+    if others or len(text) != digits:
+        found = (
+            f"{len(text)} digits"
+            if not others
+            else f"{len(text)} characters, {others} of them no such digit"
+        )
         raise ConfigError(
-            f"{what} is no key: 64 hexadecimal digits were expected, not {len(text)} characters of another kind",
+            f"{what} is no key: {digits} hexadecimal digits were expected, found {found if text else 'nothing'}",
             hint="copy it again, whole; `async-rl keys list` prints public keys",
         )
-    return key
+    return bytes.fromhex(text)
 
 
 def check_name(name: str) -> str:
@@ -111,6 +114,12 @@ def read_client_key(path: Path, server_key: str = "") -> ClientKey:
     table = _read(path)
     name, server = table.get("name", ""), server_key or table.get("server", "")
     secret = of_hex(table.get("secret", ""), f"secret in {path}")
+    if not name:
+        raise ConfigError(
+            f"{path} is the orchestrator's own key, or has lost its name: a client's key has one",
+            hint="`async-rl keys new NAME --server DIR` makes one there; server.key never leaves the orchestrator, "
+            "and where it did, make a new folder of keys",
+        )
     if not server:
         raise ConfigError(
             f"{path} does not say which orchestrator it is for: its public key is missing",

@@ -25,7 +25,7 @@ import zmq
 
 from async_rl import errors
 from async_rl.errors import AsyncRLError, ConfigError, Malformed, ProtocolError, WaitTimeout
-from async_rl.log import get_logger
+from async_rl.log import get_logger, plain
 from async_rl.transport.base import HIGH_WATER, frame_of, message_of, new_identity
 from async_rl.transport.handshake import Handshakes, event_of, mechanism_at
 from async_rl.transport.keys import ClientKey
@@ -198,9 +198,13 @@ class TrainerLink:
                 self._lock.release()
 
     def checked(self, checked: Checked) -> None:
-        """Tell what the forward pass of a step has shown about its groups. Never waits, and is not repeated."""
-        with self._lock:
-            self._line.send(checked)
+        """Tell what the forward pass of a step has shown about its groups. Never waits, and is not repeated; what is
+        too long for a message is left out: evidence lost, not the run."""
+        try:
+            with self._lock:
+                self._line.send(checked)
+        except Malformed as error:
+            log.warning("what a step has shown is not told", step=checked.step, reason=error.message)
 
     def finish(self, incarnation: int, step: int, evaluate: bool, timeout_s: float) -> Finished:
         """No more steps: waits for the last held-out evaluation. Raises errors.Refused and WaitTimeout."""
@@ -330,17 +334,17 @@ def _describe(status: Status) -> str:
         f"the orchestrator has {status.buffered} of {status.batch_groups} groups, "
         f"{status.outstanding} being generated"
     ]
-    workers = [f"{w.worker} {w.state}, version {w.version}, lag {w.lag}" for w in status.workers]
+    workers = [f"{plain(w.worker)} {w.state}, version {w.version}, lag {w.lag}" for w in status.workers]
     parts.append("workers: " + (", ".join(workers) or "none"))
     for name, counts in (("dropped", status.dropped), ("refused", status.refused)):
         if counts:
             parts.append(f"{name}: " + ", ".join(f"{reason} {n}" for reason, n in sorted(counts.items())))
     for standing in status.standings:
         if standing.state == "quarantined":
-            parts.append(f"in quarantine: {standing.worker}: {standing.reason}")
+            parts.append(f"in quarantine: {plain(standing.worker)}: {plain(standing.reason)}")
     if status.dead_letters:
         key, reason = status.dead_letters[-1]
-        parts.append(f"last given up: {key}: {reason}")
+        parts.append(f"last given up: {key}: {plain(reason)}")
     return "; ".join(parts)
 
 

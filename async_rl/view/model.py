@@ -57,10 +57,11 @@ class WorkerView(Struct, frozen=True, kw_only=True):
 
 
 class ClusterView(Struct, frozen=True, kw_only=True):
-    """The workers of one cluster that are not gone."""
+    """The workers of one cluster that are not gone. One in quarantine generates nothing: versions, lag, speed and
+    idle time are those of the others."""
 
     cluster: str
-    workers: int
+    workers: int  # those in quarantine included
     gone: int
     oldest_version: int | None
     newest_version: int | None
@@ -70,6 +71,7 @@ class ClusterView(Struct, frozen=True, kw_only=True):
     tokens_per_s: float | None
     sync_bytes: int | None
     idle: float | None  # share of the time in which engines had nothing to do
+    quarantined: int = 0  # of the workers
 
 
 class View(Struct, frozen=True, kw_only=True):
@@ -218,12 +220,14 @@ def clusters_of(workers: Iterable[WorkerView]) -> tuple[ClusterView, ...]:
 
 
 def _cluster(name: str, members: list[WorkerView]) -> ClusterView:
-    here = [each for each in members if each.state != "gone"]
+    present = [each for each in members if each.state != "gone"]
+    here = [each for each in present if each.state != "quarantined"]
     versions = [each.version for each in here if each.version is not None]
     return ClusterView(
         cluster=name,
-        workers=len(here),
-        gone=len(members) - len(here),
+        workers=len(present),
+        quarantined=len(present) - len(here),
+        gone=len(members) - len(present),
         oldest_version=min(versions, default=None),
         newest_version=max(versions, default=None),
         lag=max((each.lag for each in here if each.lag is not None), default=None),

@@ -1,6 +1,7 @@
 """What this rank's rows have changed since a baseline, on its way to the store: encoded tiles in delta packs.
 
     encoding threads    tile by tile: compare, code, hash          ──► the pack that fills
+                        (where the weights lie on a device they are compared there: surveys.py)
     uploading thread    the pack before: its table, SHA-256, upload
 
 Nothing is gathered and nothing travels between ranks. At most two packs are in memory. Tiles are cut at multiples
@@ -22,12 +23,13 @@ import numpy as np
 
 from async_rl.errors import AsyncRLError, WeightsError
 from async_rl.store.base import ObjectStore
-from async_rl.weights.codec import TILE, CodedTile, Mode, encode_tile
+from async_rl.weights.codec import TILE, CodedTile, Mode, encode_found, encode_tile
 from async_rl.weights.codec.digest import MASK
 from async_rl.weights.deltas import DeltaPackWriter
 from async_rl.weights.lineage import Pack
 from async_rl.weights.run import RunInfo
 from async_rl.weights.shards import Part, State
+from async_rl.weights.surveys import Surveys
 
 __all__ = ["ChangedPacks", "Cut", "cut_tiles", "warm_up"]
 
@@ -124,12 +126,15 @@ class ChangedPacks:
     def _coded(self, first: int) -> Generator[tuple[int, CodedTile | None]]:
         """Tiles from number `first` on, in their order."""
         threads = max(1, min(_THREADS, len(os.sched_getaffinity(0))))
+        surveys = None
+        if self._new.on_device:
+            surveys = Surveys(self._run, self._cuts, self._base, self._new, small=self._try_small)
         waiting: deque[tuple[int, Future[tuple[CodedTile | None, float]]]] = deque()
         pool = ThreadPoolExecutor(threads, thread_name_prefix="encode")
         try:
             for at in range(first, len(self._cuts) + _AHEAD * threads):
                 if at < len(self._cuts):
-                    waiting.append((at, pool.submit(self._encode, self._cuts[at])))
+                    waiting.append((at, pool.submit(self._encode, at, surveys)))
                 if waiting and at - waiting[0][0] >= _AHEAD * threads:
                     number, future = waiting.popleft()
                     coded, seconds = future.result()
@@ -138,8 +143,12 @@ class ChangedPacks:
         finally:
             pool.shutdown(cancel_futures=True)
 
-    def _encode(self, cut: Cut) -> tuple[CodedTile | None, float]:
+    def _encode(self, at: int, surveys: Surveys | None) -> tuple[CodedTile | None, float]:
         started = time.thread_time()
+        if surveys is not None:
+            found = surveys.found(at)
+            return found and encode_found(found), time.thread_time() - started
+        cut = self._cuts[at]
         name = self._run.tensors[cut.tensor].name
         rows = slice(cut.start - cut.row_start, cut.stop - cut.row_start)
         base, new = self._base.bits(name)[rows], self._new.bits(name)[rows]

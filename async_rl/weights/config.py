@@ -38,6 +38,13 @@ class WeightsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     delta_pack_bytes: Annotated[int, Meta(ge=1)] = 32 << 20
     """Coded tiles are gathered into packs of about this size; a rank holds two of them in memory, one that is
     uploaded and one that fills."""
+    baseline: Literal["host", "device"] = "host"
+    """Where a trainer's rank keeps the two 16-bit copies of its rows that it compares. host: every version brings all
+    rows to the host, while the optimizer waits. device: they stay with the parameters, are compared there, and only
+    what changed comes to the host (with codec = "small" a byte more for each weight of a changed tile): for GPUs, on
+    a CPU it is the slower way. It costs 4 bytes of device memory for each weight of the rank, 6 while an anchor is
+    sent, beside the 16 or so that float32 training takes. So it is asked for, not guessed: how much memory the
+    largest step will leave free, nobody knows before it."""
     merge_after_s: NotNegative = 0.2
     """A version that is still on its way after this wait is not waited for: the next one will carry both changes."""
     anchor_every: AtLeastOne = 1024

@@ -30,6 +30,7 @@ from async_rl.weights.plan import Path, find_path
 from async_rl.weights.ranks import Ranks, Report, exchange
 from async_rl.weights.run import RunInfo
 from async_rl.weights.shards import Shards, State
+from async_rl.weights.surveys import digest_there
 
 __all__ = ["DeltaDraft", "Draft", "Finished", "WholeDraft", "path_to", "state_digest"]
 
@@ -172,11 +173,15 @@ def _total(ranks: Ranks, part: int) -> int:
 def _digest_of_rows(run: RunInfo, shards: Shards, state: State) -> int:
     """What this rank's rows add to the state's digest."""
 
+    parts = list(shards.parts())
+    if state.on_device:
+        return digest_there(run, parts, state)
+
     def of(cut: Cut) -> int:
         bits = state.bits(run.tensors[cut.tensor].name)
         return digest_of(bits[cut.start - cut.row_start : cut.stop - cut.row_start], cut.place)
 
-    return sum(side_by_side(of, cut_tiles(list(shards.parts())), len(os.sched_getaffinity(0)))) & MASK
+    return sum(side_by_side(of, cut_tiles(parts), len(os.sched_getaffinity(0)))) & MASK
 
 
 def _is_same(store: ObjectStore, parent: int, digest: int) -> bool:

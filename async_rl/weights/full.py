@@ -145,7 +145,7 @@ class FullPacks:
             for start in range(0, size, BLOCK_BYTES):
                 stop = min(start + BLOCK_BYTES, size)
                 if source == self._ranks.rank:
-                    data = state.local(transfer.tensor.name)[start:stop]
+                    data = state.block(transfer.tensor.name, start, stop)
                     if writer is None:
                         self._ranks.send(data, transfer.owner)
                         continue

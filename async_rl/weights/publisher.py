@@ -18,8 +18,9 @@ been committed stays out of the baseline, so the next version carries it. Versio
 published yet is pending, and the weights travel with the next `publish`, or with `catch_up` while the trainer
 waits for a batch.
 
-Memory per rank: two 16-bit copies of its rows (baseline and snapshot); two packs (of deltas in memory; of full
-states only what is on its way); while an anchor is sent, at most a third copy, of the tensors not yet sent.
+Memory per rank: two 16-bit copies of its rows, baseline and snapshot, on the host or beside the parameters
+(`weights.baseline`); two packs (of deltas in memory; of full states only what is on its way); while an anchor is
+sent, at most a third copy, of the tensors not yet sent.
 """
 
 from __future__ import annotations
@@ -122,7 +123,8 @@ class Publisher:
         self._ranks: Ranks = open_ranks(limit_s)
         anchor_ranks = open_ranks(limit_s)
         try:
-            self._shards = Shards(run, parameters, self._ranks.rank, self._ranks.size)
+            on_device = config.baseline == "device"
+            self._shards = Shards(run, parameters, self._ranks.rank, self._ranks.size, on_device=on_device)
             report = Report()
         except AsyncRLError as error:
             report = Report.of(error)

@@ -1,12 +1,17 @@
-"""The local part of the trainer's parameters, as 16-bit rows in host memory.
+"""The local part of the trainer's parameters, as 16-bit rows: in host memory, or where the parameters lie.
 
 Supported: FSDP2's DTensors sharded by rows (`Shard(0)` over all ranks, with torch.chunk's rule: rank r
-holds rows [r*c, min((r+1)*c, rows)), c = ceil(rows / ranks); the last shards may be short or empty), and
-plain tensors, which are taken to be equal on every rank. Everything else is refused before training starts.
+holds rows [r*c, min((r+1)*c, rows)), c = ceil(rows / ranks); the last shards may be short or empty); the same in
+several copies (HSDP: `Replicate(), Shard(0)` on a mesh [copies, ranks / copies]), of which the first one is written;
+and plain tensors, which are taken to be equal on every rank. Everything else is refused before training starts.
 
 Memory: a State is one 16-bit copy of this rank's rows. The buffers come from a pool, tensor by tensor, and go
 back when the last holder lets go; two per tensor are kept. Who compares two states while a third is still being
 sent therefore needs three for a while, of those tensors only that were not sent yet.
+
+A State on a device is read by threads beside the training step, on a stream of their own (`State.beside`): on the
+step's stream they would wait for everything that it has queued. Whoever reads waits for the end of what it reads
+before the rows are released, so that they are never written again too early.
 """
 
 from __future__ import annotations
@@ -14,17 +19,19 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from async_rl.errors import ModelMismatch, WeightsError
+from async_rl.weights.codec.tensors import bits_of
 from async_rl.weights.packs import TensorSpec
 from async_rl.weights.run import RunInfo
 
-__all__ = ["Part", "Shards", "State", "rows_of"]
+__all__ = ["Part", "Shards", "State", "no_room", "rows_of"]
 
 TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -50,32 +57,64 @@ class Part(NamedTuple):
 class Shards:
     """This rank's part of every tensor, and the pool of buffers for copies of it."""
 
-    def __init__(self, run: RunInfo, parameters: Mapping[str, torch.Tensor], rank: int, ranks: int) -> None:
-        """Raises ModelMismatch if `parameters` are not the run's tensors, WeightsError for an unsupported
-        placement."""
+    def __init__(
+        self,
+        run: RunInfo,
+        parameters: Mapping[str, torch.Tensor],
+        rank: int,
+        ranks: int,
+        *,
+        on_device: bool = False,
+    ) -> None:
+        """`on_device`: copies lie where the parameters lie (and are read with torch, on a CPU too). Raises
+        ModelMismatch if `parameters` are not the run's tensors, WeightsError for an unsupported placement."""
         self.rank, self.ranks = rank, ranks
         self._run = run
         self._parameters = _select(run, parameters)
+        # Ranks that hold one copy of the model between them, the first ones of all.
+        self.holders = min((_holders(each, ranks) for each in self._parameters.values()), default=ranks)
         for spec in run.tensors:
-            _check_placement(spec, self._parameters[spec.name], rank, ranks)
-        self._on_gpu = any(tensor.device.type == "cuda" for tensor in self._parameters.values())
+            _check_placement(spec, self._parameters[spec.name], rank, ranks, self.holders)
+        self._gpus = {each.device for each in self._parameters.values() if each.device.type == "cuda"}
+        self._on_device = on_device
         self._pool = _Pool()
 
     @torch.no_grad()
     def take(self) -> State:
-        """The parameters as they are now, rounded to 16 bit as `.to(dtype)` does."""
+        """The parameters as they are now, rounded to 16 bit as `.to(dtype)` does. Raises WeightsError where a device
+        has no room for the copy."""
+        buffers: dict[str, _Buffer] = {}
+        try:
+            self._fill(buffers)
+        except BaseException:
+            State(self._pool, buffers).release()
+            raise
+        if self._on_device:
+            return State(self._pool, buffers, {gpu: _now(gpu) for gpu in self._gpus})
+        for gpu in self._gpus:
+            torch.cuda.synchronize(gpu)  # before the optimizer may change what is still being copied
+        return State(self._pool, buffers)
+
+    def _fill(self, buffers: dict[str, _Buffer]) -> None:
         dtype = TORCH_DTYPES[self._run.dtype]
-        buffers = {}
         for name, tensor in self._parameters.items():
             local = _local(tensor)
+            if self.rank >= self.holders and isinstance(tensor, DTensor):
+                local = local[:0]  # a further copy: another rank writes these rows
             buffer = buffers[name] = self._pool.take(name)
             if buffer.data is None:
-                buffer.data = torch.empty(local.shape, dtype=dtype, pin_memory=tensor.device.type == "cuda")
-            # On a GPU it is rounded before it travels; here copy_ itself rounds, as `.to` does, in one pass.
-            buffer.data.copy_(local.to(dtype) if local.is_cuda else local, non_blocking=True)
-        if self._on_gpu:
-            torch.cuda.synchronize()  # before the optimizer may change what is still being copied
-        return State(self._pool, buffers)
+                buffer.data = self._room(name, local, dtype)
+            # On a GPU it is rounded before it travels; where it stays, copy_ itself rounds, as `.to` does.
+            travels = local.is_cuda and not self._on_device
+            buffer.data.copy_(local.to(dtype) if travels else local, non_blocking=True)
+
+    def _room(self, name: str, local: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        if not self._on_device:
+            return torch.empty(local.shape, dtype=dtype, pin_memory=local.is_cuda)
+        try:
+            return torch.empty(local.shape, dtype=dtype, device=local.device)
+        except torch.OutOfMemoryError as error:
+            raise no_room(f"a copy of {name}", local.device) from error
 
     def parts(self) -> Iterator[Part]:
         """In the order of the table, empty ones left out. Over all ranks they are every element once: what is
@@ -87,8 +126,8 @@ class Shards:
             if isinstance(self._parameters[spec.name], DTensor):
                 rows = spec.shape[0]
                 row = size // rows if rows else 0
-                start = min(self.rank * -(-rows // self.ranks), rows) * row
-                count = rows_of(self.rank, rows, self.ranks) * row
+                start = min(self.rank * -(-rows // self.holders), rows) * row
+                count = rows_of(self.rank, rows, self.holders) * row
             if count:
                 yield Part(index, start, count, place)
             place += size
@@ -100,8 +139,8 @@ class Shards:
                 yield owner, spec.nbytes
             return
         row_bytes = spec.nbytes // spec.shape[0] if spec.shape[0] else 0
-        for rank in range(self.ranks):
-            size = rows_of(rank, spec.shape[0], self.ranks) * row_bytes
+        for rank in range(self.holders):
+            size = rows_of(rank, spec.shape[0], self.holders) * row_bytes
             if size:
                 yield rank, size
 
@@ -114,27 +153,52 @@ class Shards:
 class State:
     """One copy of this rank's rows. Its holder calls `release` when it needs them no more."""
 
-    def __init__(self, pool: _Pool, buffers: dict[str, _Buffer]) -> None:
-        self._pool, self._buffers = pool, buffers
+    def __init__(
+        self,
+        pool: _Pool,
+        buffers: dict[str, _Buffer],
+        ready: Mapping[torch.device, torch.cuda.Event] | None = None,
+    ) -> None:
+        """`ready`: when the copy is made, by GPU, where it lies with the parameters; None: it is in host memory."""
+        self._pool, self._buffers, self._ready = pool, buffers, ready
 
-    def local(self, name: str) -> torch.Tensor:
-        """This rank's piece of a tensor: uint8 [bytes], a view."""
+    @property
+    def on_device(self) -> bool:
+        return self._ready is not None
+
+    def values(self, name: str) -> torch.Tensor:
+        """This rank's piece of a tensor, where it lies: int16 [elements], a view. To be read inside `beside`."""
         data = self._buffers[name].data
         assert data is not None
-        return data.reshape(-1).view(torch.uint8)
+        return bits_of(data)
 
     def bits(self, name: str) -> np.ndarray:
-        """The same: uint16 [elements], a view."""
-        data = self._buffers[name].data
-        assert data is not None
-        bits: np.ndarray = data.reshape(-1).view(torch.int16).numpy().view(np.uint16)
+        """The same in host memory, of a State that is there: uint16 [elements], a view."""
+        bits: np.ndarray = self.values(name).numpy().view(np.uint16)
         return bits
+
+    def block(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Some of its bytes in host memory: uint8 [stop - start]; a view where the State is there."""
+        with self.beside(name):
+            return self.values(name).view(torch.uint8)[start:stop].cpu()
+
+    @contextmanager
+    def beside(self, name: str) -> Iterator[None]:
+        """What reads the values of a tensor on a GPU neither waits for the training step's work nor is waited for."""
+        device = self.values(name).device
+        event = None if self._ready is None else self._ready.get(device)
+        if event is None:
+            yield
+            return
+        with torch.cuda.stream(_side_stream(device)):
+            event.wait(torch.cuda.current_stream(device))
+            yield
 
     def share(self) -> State:
         """The same rows for a second holder."""
         for buffer in self._buffers.values():
             self._pool.hold(buffer)
-        return State(self._pool, dict(self._buffers))
+        return State(self._pool, dict(self._buffers), self._ready)
 
     def release(self, name: str | None = None) -> None:
         """Of one tensor, or of all that are still held. From any thread."""
@@ -187,6 +251,32 @@ class _Pool:
                 self._free[name].append(buffer)
 
 
+def no_room(what: str, device: torch.device) -> WeightsError:
+    return WeightsError(
+        f"{device} has no memory left for {what}",
+        hint='set weights.baseline = "host": the copies of the weights are then kept in host memory',
+    )
+
+
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+_streams_lock = threading.Lock()
+
+
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all threads: torch keeps the memory that a stream's work has taken for that stream alone."""
+    with _streams_lock:
+        if device not in _streams:
+            _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return _streams[device]
+
+
+def _now(gpu: torch.device) -> torch.cuda.Event:
+    """Reached when what this thread has queued so far is done."""
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(gpu))
+    return event
+
+
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
@@ -218,18 +308,25 @@ def _select(run: RunInfo, parameters: Mapping[str, torch.Tensor]) -> dict[str, t
     return chosen
 
 
-def _check_placement(spec: TensorSpec, tensor: torch.Tensor, rank: int, ranks: int) -> None:
+def _holders(tensor: torch.Tensor, ranks: int) -> int:
+    mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
+    return mesh.shape[1] if mesh is not None and mesh.ndim == 2 else ranks
+
+
+def _check_placement(spec: TensorSpec, tensor: torch.Tensor, rank: int, ranks: int, holders: int) -> None:
     if not isinstance(tensor, DTensor):
         return
     mesh = tensor.device_mesh
-    over_all = mesh.ndim == 1 and mesh.mesh.flatten().tolist() == list(range(ranks))
-    if not over_all or tuple(tensor.placements) != (Shard(0),):
+    in_order = mesh.mesh.flatten().tolist() == list(range(ranks)) and mesh.shape[-1] == holders
+    supported = ((Shard(0),), (Replicate(), Shard(0)))[: 2 if holders < ranks or mesh.ndim == 2 else 1]
+    if not in_order or tuple(tensor.placements) not in supported or mesh.ndim > 2:
         raise WeightsError(
             f"parameter {spec.name} is placed as {tuple(tensor.placements)} on a mesh of shape "
-            f"{tuple(mesh.shape)}: only Shard(0) over all {ranks} ranks in order can be published",
-            hint="apply fully_shard with a one-dimensional mesh of all ranks and its default placement",
+            f"{tuple(mesh.shape)}: only Shard(0) over all {ranks} ranks in order, or over each row of a mesh "
+            "[copies, ranks / copies], can be published",
+            hint="apply fully_shard with a mesh of all ranks, of one dimension or of two, and its default placement",
         )
-    expected = (rows_of(rank, spec.shape[0], ranks), *spec.shape[1:])
+    expected = (rows_of(rank % holders, spec.shape[0], holders), *spec.shape[1:])
     if tuple(_local(tensor).shape) != expected:
         raise WeightsError(
             f"rank {rank} holds {tuple(_local(tensor).shape)} of parameter {spec.name}, not {expected}",

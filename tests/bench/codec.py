@@ -30,6 +30,7 @@ from async_rl.weights.entropy import change_of, given_exponent_bytes, no_context
 from async_rl.weights.estimate import OURS, rehearse
 from async_rl.weights.packs import TensorSpec, header
 from async_rl.weights.peers import PEERS, Changes, Peer
+from tests.bench import tensors
 from tests.bench.claims import Claim
 from tests.bench.real_models import INSTALL, MODELS, RATES, load_pair, make_pairs, missing_packages
 
@@ -82,7 +83,12 @@ def run(scratch: Path, console: Console) -> list[Claim]:
     for data in data_sets(console):
         results.append(measure(data, repeats=REPEATS if data.model else 1))
         console.print(show(results[-1]))
-    return claims([result for result in results if result.data.model])
+    measured = [result for result in results if result.data.model]
+    made = claims(measured)
+    for result in measured:
+        if result.data.rate == GOAL_RATES[1]:
+            made += tensors.claims(result.data.name, result.data.changes, REPEATS)
+    return made
 
 
 def data_sets(console: Console) -> Iterator[DataSet]:

@@ -11,15 +11,16 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 from unittest.mock import patch
 
 import msgspec
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from async_rl.errors import AccessDenied, AsyncRLError, Fenced, StoreUnavailable, WeightsError
 from async_rl.store import ObjectStore, open_store
@@ -85,12 +86,17 @@ def state(number: int) -> dict[str, torch.Tensor]:
     return whole
 
 
-def sharded(whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+def sharded(whole: dict[str, torch.Tensor], copies: int = 1) -> dict[str, torch.Tensor]:
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (ranks,) if copies == 1 else (copies, ranks // copies))
     return {
-        name: distribute_tensor(tensor, mesh, [Shard(0)]) if tensor.ndim else tensor
+        name: distribute_tensor(tensor, mesh, rows(mesh)) if tensor.ndim else tensor
         for name, tensor in whole.items()
     }
+
+
+def rows(mesh: DeviceMesh) -> list[Placement]:
+    return [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
 
 
 def assign(parameters: dict[str, torch.Tensor], whole: dict[str, torch.Tensor]) -> None:
@@ -98,18 +104,24 @@ def assign(parameters: dict[str, torch.Tensor], whole: dict[str, torch.Tensor]) 
         for name, tensor in whole.items():
             sharding = isinstance(parameters[name], DTensor)
             mesh = parameters[name].device_mesh if sharding else None
-            parameters[name].copy_(distribute_tensor(tensor, mesh, [Shard(0)]) if mesh else tensor)
+            parameters[name].copy_(distribute_tensor(tensor, mesh, rows(mesh)) if mesh else tensor)
 
 
 def publish_states(
-    store: ObjectStore, folder: Path, parameters: dict[str, torch.Tensor], written: threading.Event | None
+    store: ObjectStore,
+    folder: Path,
+    parameters: dict[str, torch.Tensor],
+    written: threading.Event | None,
+    baseline: Literal["host", "device"] = "host",
 ) -> None:
     """Every state as a version. `written`: rank 0's; set when the anchor is there."""
     if written is not None:
         write_model_dir(folder / "model")
     run = from_rank0(lambda: ensure_run(store, folder / "model", parameters), RunInfo)
     ours = from_rank0(lambda: claim(store), Claim)
-    config = msgspec.structs.replace(SMALL, anchor_every=1, skip_spans=(2,))  # an anchor of version 2
+    config = msgspec.structs.replace(
+        SMALL, anchor_every=1, skip_spans=(2,), baseline=baseline
+    )  # an anchor of version 2
     with small_tiles(), Publisher(store, run, ours, parameters, config) as publisher:
         for number in range(STATES):
             assign(parameters, state(number))
@@ -126,11 +138,23 @@ def small_tiles() -> Iterator[None]:
         yield
 
 
-def states(url: str, folder: Path) -> None:
+def states_on_device(url: str, folder: Path) -> None:
+    states(url, folder, "device")
+
+
+def in_copies(url: str, folder: Path) -> None:
+    """Each of two copies of the model over half of the ranks (HSDP)."""
+    states(url, folder, copies=2)
+
+
+def states(
+    url: str, folder: Path, baseline: Literal["host", "device"] = "host", *, copies: int = 1
+) -> None:
     store = ScriptedStore(open_store(url))
     written = threading.Event()
     store.on("put", "ways/", written.set, lost_answer=True)
-    publish_states(store, folder, sharded(state(0)), written if dist.get_rank() == 0 else None)
+    parameters = sharded(state(0), copies)
+    publish_states(store, folder, parameters, written if dist.get_rank() == 0 else None, baseline)
 
 
 def failing(url: str, folder: Path) -> None:
@@ -196,8 +220,8 @@ def failing(url: str, folder: Path) -> None:
         assert publisher.committed == 3, publisher.committed  # 2 is used up
     whole_at = {3: dict(whole)}
 
-    # One rank's upload hangs: all merge, and all go on together.
-    impatient = msgspec.structs.replace(waits, merge_after_s=0.0)
+    # One rank's upload hangs: all merge, and all go on together. Wherever versions are compared: here with torch.
+    impatient = msgspec.structs.replace(waits, merge_after_s=0.0, baseline="device")
     with Publisher(store, run, ours, parameters, impatient, parent=3) as publisher:
         publisher._next = 4  # a second publisher of one life: only here
         publisher.publish(4)
@@ -239,7 +263,14 @@ def failing(url: str, folder: Path) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    {"fsdp": fsdp_model, "states": states, "failing": failing}[sys.argv[1]](sys.argv[2], Path(sys.argv[3]))
+    scenarios = {
+        "fsdp": fsdp_model,
+        "states": states,
+        "device": states_on_device,
+        "copies": in_copies,
+        "failing": failing,
+    }
+    scenarios[sys.argv[1]](sys.argv[2], Path(sys.argv[3]))
     dist.destroy_process_group()
     # Not through the interpreter's end, as async_rl/cli/trainer.py's _leave: a rank of a busy host may abort there
     # ("terminate called without an active exception"). The test is over by now.

@@ -5,6 +5,7 @@ When what is written, in the background of training: test_saver.py; with real ra
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -20,8 +21,9 @@ from async_rl.errors import CheckpointError, StoreUnavailable
 from async_rl.store.base import ObjectStore, Upload
 from async_rl.store.file import FileStore
 from workers import checkpoints
-from workers.checkpoints import PIECES, Checkpoint, Progress, Snapshot
-from workers.learner import OptimizerRows
+from workers.checkpoints import FORMAT_1_TENSORS as PIECES
+from workers.checkpoints import Checkpoint, Progress, Snapshot
+from workers.optimizers import OptimizerRows
 
 SHAPES = {"embed": (7, 3), "norm": (5,), "one": (1, 4), "head": (6, 2)}
 Whole = dict[str, tuple[torch.Tensor, ...]]
@@ -42,7 +44,9 @@ def rows_of(whole: Whole, rank: int, ranks: int) -> dict[str, OptimizerRows]:
         chunk = -(-count // ranks)
         first, stop = min(rank * chunk, count), min((rank + 1) * chunk, count)
         rows[name] = OptimizerRows(
-            tuple(tensors[0].shape), first, *(t[first:stop].clone() for t in tensors)
+            tuple(tensors[0].shape),
+            first,
+            {key: t[first:stop].clone() for key, t in zip(PIECES, tensors, strict=True)},
         )
     return rows
 
@@ -77,7 +81,7 @@ def load(store: ObjectStore, checkpoint: Checkpoint, ranks: int) -> Whole:
     for rank, rows in enumerate(shards):
         checkpoints.restore(store, checkpoint, rank, rows)
     return {
-        name: tuple(torch.cat([getattr(rows[name], piece) for rows in shards]) for piece in PIECES)
+        name: tuple(torch.cat([rows[name].tensors[piece] for rows in shards]) for piece in PIECES)
         for name in SHAPES
     }
 
@@ -139,6 +143,16 @@ def test_a_step_is_chosen_by_number_and_its_newest_incarnation(store: FileStore)
     assert checkpoints.choose(store, "never", "model") is None
     with pytest.raises(CheckpointError, match=r"no checkpoint of step 41.*40, 60"):
         checkpoints.choose(store, "41", "model")
+
+
+def test_a_checkpoint_of_the_release_before_has_no_refused_steps(store: FileStore):
+    save(store, whole_state(), ranks=1, step=3, incarnation=1)
+    (key,) = [info.key for info in store.list_after("checkpoints/") if info.key.count("/") == 1]
+    commit = json.loads(store.get(key))
+    assert commit["progress"].pop("refused") == 0 and commit["progress"].pop("refused_in_a_row") == 0
+    store.put(key, json.dumps(commit).encode())
+    found = checkpoints.choose(store, "latest", "model")
+    assert (found.progress.step, found.progress.refused, found.progress.refused_in_a_row) == (3, 0, 0)
 
 
 def test_a_run_without_checkpoints_starts_anew(store: FileStore):
@@ -247,7 +261,7 @@ def test_a_snapshot_does_not_change_with_the_rows_and_its_memory_is_used_again(s
     snapshot.take(rows)
     memory = snapshot._floats.data_ptr()
     for row in rows.values():
-        row.param.fill_(7.0)
+        row.tensors["param"].fill_(7.0)
     taken = checkpoints.write_rank(store, "00000001-0000000001", 0, snapshot)
     made = checkpoints.commit(store, Progress(1, 1, 1, 8, 1), [taken], fingerprint="model", parent="")
     assert equal(load(store, made, 2), whole_state(1))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from async_rl.algo.losses import LossConfig, policy_loss
+from async_rl.algo.losses import DppoTv, LossInputs, policy_loss
 from async_rl.algo.packing import TrainSample, pack
 from async_rl.store.file import FileStore
 from tests.learner_support import (
@@ -68,15 +68,16 @@ def reference_gradients(
     total = torch.zeros(())
     for sample in samples:
         mask = torch.from_numpy(sample.mask_C != 0)
-        loss, _, _ = policy_loss(
+        inputs = LossInputs(
             alone(plain, sample, temperature),
             torch.from_numpy(sample.logprobs_C),
             torch.full((len(mask),), sample.advantage),
             mask,
-            mask,
-            LossConfig(),
+            torch.from_numpy(sample.lags_C),
+            torch.zeros(len(mask), dtype=torch.int64),
+            1,
         )
-        total = total + loss
+        total = total + policy_loss(inputs, DppoTv()).total
     (total / sum(int(np.count_nonzero(s.mask_C)) for s in samples)).backward()
     return {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
 
@@ -91,9 +92,9 @@ def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor])
 def bits(learner: Learner) -> dict[str, torch.Tensor]:
     """Everything an update may change."""
     return {
-        f"{name}/{piece}": getattr(row, piece).clone()
+        f"{name}/{piece}": tensor.clone()
         for name, row in learner.rows().items()
-        for piece in ("param", "exp_avg", "exp_avg_sq")
+        for piece, tensor in row.tensors.items()
     }
 
 
@@ -136,7 +137,7 @@ def test_a_pass_without_gradients_holds_no_weights_that_the_next_one_would_see(
     for _ in range(2):
         with torch.no_grad():
             for rows in learner.rows().values():
-                rows.param.mul_(0.5)
+                rows.tensors["param"].mul_(0.5)
             for parameter in plain.parameters():
                 parameter.mul_(0.5)
             learner.restored(1)
@@ -328,7 +329,7 @@ def test_updates_too_small_for_bfloat16_add_up_in_the_masters(model: Path, group
     shown = {name: p.full_tensor().bfloat16() for name, p in learner.parameters().items()}
     batch = share(make_samples(4), 64, group)
     learner.optimizer_step(learner.forward_backward(*batch))
-    masters = {name: row.param.clone() for name, row in learner.rows().items()}
+    masters = {name: row.tensors["param"].clone() for name, row in learner.rows().items()}
     for name, parameter in learner.parameters().items():
         now = parameter.full_tensor()
         assert torch.equal(now.bfloat16(), masters[name].bfloat16()), (
@@ -353,7 +354,7 @@ def test_a_large_gradient_is_clipped_to_the_limit(model: Path, group: RankGroup)
     wanted = {name: 0.5 * g / stats.grad_norm for name, g in gradients(learner).items()}
     assert learner.optimizer_step(stats)
     # After the first update Adam's first moment is (1 - beta1) times the gradient it was given.
-    assert_same({name: row.exp_avg / 0.1 for name, row in learner.rows().items()}, wanted)
+    assert_same({name: row.tensors["exp_avg"] / 0.1 for name, row in learner.rows().items()}, wanted)
 
 
 def test_statistics_of_fresh_tokens_are_none_where_there_are_none(model: Path, group: RankGroup):

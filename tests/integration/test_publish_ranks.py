@@ -25,6 +25,8 @@ from tests.integration.publish_rank import SMALL, STATES, publish_states, state
 from tests.weights_support import ScriptedStore, tiny_qwen3
 
 LIMIT_S = 90
+COPIES = 22
+"""In the place of a number of ranks: 2 copies of 2 ranks."""
 
 
 def start_ranks(ranks: int, *args: str) -> None:
@@ -114,18 +116,31 @@ def rounded(number: int) -> dict[str, torch.Tensor]:
     return {name: tensor.to(torch.bfloat16) for name, tensor in state(number).items()}
 
 
+def same_objects_on_two_ranks(tmp_path: Path, host: ObjectStore) -> None:
+    """Versions, digests and packs, the anchor's too, where ranks compare versions on the parameters' device."""
+    device = open_store(f"file://{tmp_path}/2-device")
+    start_ranks(2, "device", device.url, str(tmp_path / "2-device-model"))
+    for version in range(STATES):
+        there, here = read_manifest(device, version), read_manifest(host, version)
+        assert (there.way, there.digest) == (here.way, here.digest)
+    keys = [info.key for info in host.list_after("packs/")]
+    assert keys == [info.key for info in device.list_after("packs/")]
+    assert all(host.get(key) == device.get(key) for key in keys)
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(3 * LIMIT_S)
+@pytest.mark.timeout(4 * LIMIT_S)
 def test_states_and_digests_are_the_same_whatever_the_number_of_ranks(tmp_path: Path) -> None:
     """Uneven, short and empty shards, a scalar that all hold: full, few changed, none changed, all changed, and an
-    anchor."""
-    stores = {ranks: open_store(f"file://{tmp_path}/{ranks}") for ranks in (1, 2, 4)}
+    anchor. The last ones are two copies (HSDP) of two ranks each: the second copy writes nothing."""
+    stores = {ranks: open_store(f"file://{tmp_path}/{ranks}") for ranks in (1, 2, 4, COPIES)}
     alone = ScriptedStore(stores[1])
     written = threading.Event()
     alone.on("put", "ways/", written.set, lost_answer=True)
     publish_states(alone, tmp_path / "alone", state(0), written)
     for ranks in (2, 4):
         start_ranks(ranks, "states", stores[ranks].url, str(tmp_path / f"{ranks}-model"))
+    start_ranks(4, "copies", stores[COPIES].url, str(tmp_path / "copies-model"))
     for version in range(STATES):
         manifests = {ranks: read_manifest(store, version) for ranks, store in stores.items()}
         assert len({manifest.digest for manifest in manifests.values()}) == 1
@@ -135,14 +150,19 @@ def test_states_and_digests_are_the_same_whatever_the_number_of_ranks(tmp_path: 
             assert all(not manifest.way.packs for manifest in manifests.values())
         for ranks, store in stores.items():
             assert same_bits(fetched(store, version, tmp_path / f"cache-{ranks}"), rounded(version))
+    same_objects_on_two_ranks(tmp_path, stores[2])
     last = read_manifest(stores[4], 3).way
     assert {pack.key.split("-")[2] for pack in last.packs} == {"0", "1", "2", "3"}
+    last = read_manifest(stores[COPIES], 3).way
+    assert {pack.key.split("-")[2] for pack in last.packs} == {"0", "1"}
     for ranks, store in stores.items():
         (edge,) = list_edges(store)
         way = read_way(store, edge).way
         assert (edge.version, edge.base, way.base) == (2, -1, -1)
         owners = {pack.key.split("-")[2] for pack in way.packs}
-        assert owners == {f"anchor{rank}" for rank in range(min(ranks, len(way.packs)))}
+        assert owners == {
+            f"anchor{rank}" for rank in range(min(4 if ranks == COPIES else ranks, len(way.packs)))
+        }
         anchored = tmp_path / f"anchored-{ranks}"
         assert same_bits(fetched(store, edge.version, anchored), rounded(2))
 

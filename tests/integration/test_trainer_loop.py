@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import zmq
 
-from async_rl.algo.losses import LossConfig
+from async_rl.algo.losses import DppoTv
 from async_rl.errors import TrainingError, WaitTimeout
 from async_rl.store import StoreConfig
 from async_rl.store.file import FileStore
@@ -156,7 +156,7 @@ def train_at(address: str, folder: Path, model: Path, settings: dict[str, Any]) 
         store=StoreConfig(),
         model=ModelConfig(path=str(model)),
         trainer=TrainerConfig(**defaults | settings),
-        loss=LossConfig(),
+        loss=DppoTv(),
         weights=WeightsConfig(merge_after_s=60.0),  # a version for every step, however slow the machine
         temperature=1.0,
         orchestrator_address=address,
@@ -181,6 +181,10 @@ def test_a_run_trains_publishes_and_after_a_resume_goes_on_where_it_was(tmp_path
         assert line["reward/mean"] == 0.5 and line["tokens"] == 48 and line["groups"] == GROUPS
         assert line["lag/max"] <= 1 and line["refused"] == 0
         assert line["mismatch/abs_logprob"] > 0 and line["mismatch/kl_k3"] > 0 and line["grad_norm"] > 0
+        assert 0 < line["ess/token"] <= 1 and 0 < line["ess/sequence"] <= 1 and line["chi_square"] > 0
+        assert line["lag/in_flight_max"] + line["lag/in_queue_max"] >= line["lag/max"]
+        assert line["updates"] == 1 and line["tokens_per_s"] > 0 and line["mfu"] is None
+        assert {"alerts/low_ess", "alerts/ratio_mean", "alerts/mismatch_kl"} <= line.keys()
         assert line["time/step_s"] >= line["time/forward_backward_s"] > 0
     assert steps[0]["mismatch_lag0/kl_k3"] == steps[0]["mismatch/kl_k3"]  # all of version 0
     assert steps[2]["dropped/no_signal"] == 2
@@ -235,6 +239,23 @@ def test_refused_steps_go_on_and_too_many_in_a_row_end_the_run(tmp_path: Path, m
     store = FileStore(f"file://{tmp_path / 'run'}")
     digests = [read_manifest(store, version).digest for version in range(4)]
     assert digests[0] == digests[1] != digests[2] == digests[3]  # a refused step changed not one bit
+
+
+def test_steps_refused_before_a_resume_count_with_those_after_it(tmp_path: Path, model: Path):
+    def broken_and_stopped(script: Script, asked: NextBatch) -> Batch | None:
+        if asked.step == 0:
+            return good_batch(script, asked, logprob=float("nan"))
+        os.kill(os.getpid(), signal.SIGTERM)
+        return None
+
+    with orchestrator(broken_and_stopped) as script:
+        train(tmp_path, model, script, steps=10, checkpoint_every=100, max_refused_steps=2)
+    with (
+        orchestrator(lambda script, asked: good_batch(script, asked, logprob=float("nan"))) as script,
+        pytest.raises(TrainingError, match="2 steps in a row were refused, the last one step 2"),
+    ):
+        train(tmp_path, model, script, steps=10, checkpoint_every=100, max_refused_steps=2)
+    assert [line["refused/total"] for line in metrics(tmp_path) if "refused" in line] == [1, 2]
 
 
 @pytest.mark.slow

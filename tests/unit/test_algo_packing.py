@@ -36,6 +36,7 @@ def test_two_samples_lie_end_to_end_and_each_array_speaks_about_the_next_token()
     assert row.lags_T.tolist() == [0, 0, 0, 1, 2, 0, 0]
     assert row.advantages_T.tolist() == [1, 1, 1, 1, 1, -2, -2]
     assert row.samples == 2
+    assert row.samples_T.tolist() == [0, 0, 0, 0, 0, 1, 1]
 
 
 def test_a_mask_of_zero_takes_a_completion_token_out_of_the_loss():
@@ -65,6 +66,23 @@ def test_a_rank_without_samples_gets_a_filler_without_loss():
     fillers = [row for share in shares for row in share if not row.samples]
     assert len(fillers) == 2
     assert all(row.tokens == 1 and not row.loss_mask_T.any() for row in fillers)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=20),
+    limit=st.integers(1, 40),
+    ranks=st.integers(1, 3),
+)
+def test_a_sample_is_never_split_over_rows(lengths: list[int], limit: int, ranks: int):
+    """Losses that look at a whole sample stand on it."""
+    samples = [a_sample([index], [7] * length) for index, length in enumerate(lengths)]
+    found = {}
+    for row in (row for share in pack(samples, limit, ranks) for row in share):
+        for each in range(row.samples):
+            tokens = row.input_ids_T[row.samples_T == each]
+            assert int(tokens[0]) not in found
+            found[int(tokens[0])] = len(tokens)
+    assert found == dict(enumerate(lengths))
 
 
 def test_an_empty_batch_is_one_filler_per_rank():

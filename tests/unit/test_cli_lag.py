@@ -70,5 +70,14 @@ def test_watching_ends_the_first_time_that_the_limit_is_exceeded(bucket, monkeyp
     ]
 
 
+def test_who_is_late_is_said_without_what_its_name_does_to_a_terminal(bucket, monkeypatch):
+    late = WorkerView(worker="w\x1b[2J\n\u202e", state="serving", version=1, lag=9)
+    monkeypatch.setattr(
+        "async_rl.view.bucket.BucketWatch.look", lambda self: View(source=bucket, workers=(late,))
+    )
+    done = run("--store", bucket, "--fail-over", "2")
+    assert done.exit_code == OVER and "w\ufffd[2J\ufffd\ufffd 9" in done.stderr
+
+
 def test_a_store_without_a_run_is_an_error(tmp_path):
     assert run("--store", f"file://{tmp_path}/nothing").exit_code == 1

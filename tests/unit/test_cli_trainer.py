@@ -8,10 +8,11 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from click.testing import CliRunner
 
 from async_rl.cli import trainer
-from async_rl.cli.runfile import read_run_file
-from async_rl.errors import TrainingError
+from async_rl.cli.runfile import check_model, read_run_file
+from async_rl.errors import ConfigError, TrainingError
 
 
 class Left(BaseException):
@@ -38,10 +39,28 @@ def work(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return plan
 
 
-def as_rank(tmp_path: Path) -> None:
+def as_rank(tmp_path: Path, more: str = "") -> None:
     run_file = tmp_path / "run.toml"
-    run_file.write_text(f'[run]\nstore = "file://{tmp_path}/run"\n[model]\npath = "{tmp_path}"\n')
+    run_file.write_text(f'[run]\nstore = "file://{tmp_path}/run"\n[model]\npath = "{tmp_path}"\n{more}')
     trainer._under_torchrun(read_run_file(run_file, ()), run_file, "tcp://127.0.0.1:1", "latest", ())
+
+
+def test_a_model_that_is_not_there_is_noticed_before_anything_starts(tmp_path: Path) -> None:
+    run_file, model = tmp_path / "run.toml", tmp_path / "model"
+    run_file.write_text(f'[run]\nstore = "file://{tmp_path}/run"\n[model]\npath = "{model}"\n')
+
+    def said() -> str:
+        done = CliRunner().invoke(trainer.command, [str(run_file)])
+        assert isinstance(done.exception, ConfigError) and "save_pretrained" in done.exception.hint
+        return done.exception.message
+
+    assert said() == f"model.path = '{model}' is no model: nothing is there"
+    model.mkdir()
+    assert said().endswith("it has no config.json")
+    (model / "config.json").write_text("{}")
+    assert said().endswith("it has no *.safetensors")
+    (model / "model.safetensors").touch()
+    check_model(str(model))
 
 
 def test_a_rank_of_several_whose_work_is_done_ends_without_the_interpreters_teardown(
@@ -67,3 +86,16 @@ def test_a_rank_that_failed_says_so(
     work[0] = "its loss is not finite"
     with pytest.raises(TrainingError, match="not finite"):
         as_rank(tmp_path)
+
+
+def test_a_choice_that_looks_like_a_mistake_is_told_once_by_the_first_rank(
+    work: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    as_rank(tmp_path, '[loss]\nname = "reinforce"\n')
+    assert "corrects for nothing" not in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "0")
+    as_rank(tmp_path, '[loss]\nname = "reinforce"\n')
+    assert capsys.readouterr().err.count("corrects for nothing, and max_lag = 2") == 1
+    as_rank(tmp_path)
+    assert capsys.readouterr().err == ""

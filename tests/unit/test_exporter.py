@@ -34,6 +34,16 @@ LINE = {
     "grad_norm": 1.5,
     "entropy": None,
     "mismatch/kl_k3": 0.001,
+    "mismatch/kl_k3_max": 0.5,
+    "ratio/mean": 1.01,
+    "ratio/max": 3.0,
+    "ess/token": 0.9,
+    "ess/sequence": 0.5,
+    "chi_square": 0.02,
+    "finish/length": 0.25,
+    "length/mean": 12.5,
+    "mfu": None,
+    "alerts/low_ess": 2,
     "refused/total": 1,
     "tokens": 400,
     "dropped/lag": 2,
@@ -151,7 +161,9 @@ def test_the_trainer_counts_its_steps_and_is_stuck_when_they_stop():
     assert found["async_rl_trained_lag_steps_count", "r"] == 4
     assert found["async_rl_groups_dropped_total", "lag", "r"] == 2
     assert found["async_rl_incarnation", "r"] == 7 and found["async_rl_max_lag_steps", "r"] == 4
-    assert ("async_rl_entropy", "r") not in found
+    assert ("async_rl_entropy", "r") not in found and ("async_rl_mfu_ratio", "r") not in found
+    assert found["async_rl_ess_token_ratio", "r"] == 0.9 and found["async_rl_ratio_max", "r"] == 3.0
+    assert found["async_rl_alerts_total", "low_ess", "r"] == 2
     assert trainer.health().ok
     now[0] += 60.0
     with Exporter("0", trainer) as exporter:

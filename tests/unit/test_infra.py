@@ -55,6 +55,17 @@ def test_compose_waits_for_health_and_pins_its_images():
     assert re.fullmatch(r"minio/minio:RELEASE\.\d{4}-\d{2}-\d{2}T[\d-]+Z", services["minio"]["image"])
 
 
+def test_a_trainer_that_was_killed_is_started_again_where_its_spool_and_its_model_are():
+    trainer = COMPOSE["services"]["trainer"]
+    assert re.fullmatch(r"on-failure:\d+", trainer["restart"])
+    kept = [volume.partition(":")[2] for volume in trainer["volumes"] if volume.startswith("data:")]
+    config = read_run_file(
+        ROOT / str(parsed(trainer["command"])["run_file"]).lstrip("/"),
+        parsed(trainer["command"])["overrides"],
+    )
+    assert all(path.startswith(kept[0] + "/") for path in (config.trainer.out, config.model.path))
+
+
 def test_the_dockerfile_copies_what_the_wheel_holds():
     text = (ROOT / "infra/Dockerfile").read_text()
     for package in ("async_rl", "orchestrator", "workers"):

@@ -26,6 +26,7 @@ from async_rl.transport.keys import (
     ClientKey,
     client_key_text,
     new_secret,
+    of_hex,
     public_of,
     read_client_key,
     write_private,
@@ -50,6 +51,32 @@ def test_a_clients_file_holds_all_that_it_needs_and_only_its_owner_can_read_it(t
 def test_a_key_is_never_shown_by_accident():
     key = ClientKey("w1", new_secret(), b"\7" * 32)
     assert key.secret.hex() not in repr(key) and repr(key.secret) not in repr(key)
+
+
+def test_the_orchestrators_own_key_is_nobody_elses(tmp_path):
+    Keyring.create(tmp_path / "keys")
+    for server in ("", B):
+        with pytest.raises(ConfigError, match=r"server\.key is the orchestrator's own key") as caught:
+            read_client_key(tmp_path / "keys" / "server.key", server)
+        assert "keys new NAME" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("ab" * 31 + "a", "found 63 digits"),
+        ("ab" * 33, "found 66 digits"),
+        ("ab" * 31 + "xy", "found 64 characters, 2 of them no such digit"),
+        ("ab " * 21 + "a", "found 64 characters, 21 of them no such digit"),
+        ("", "found nothing"),
+    ],
+)
+def test_a_key_that_is_cut_or_mistyped_is_told_by_what_is_wrong_and_not_repeated(text, found):
+    with pytest.raises(
+        ConfigError, match=f"--server-key is no key: 64 hexadecimal digits were expected, {found}"
+    ) as no:
+        of_hex(text, "--server-key")
+    assert not text or text not in str(no.value)
 
 
 def test_a_server_key_that_is_given_replaces_the_one_in_the_file(tmp_path):

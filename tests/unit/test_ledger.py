@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import msgspec
 import pytest
 
 from async_rl.wire import LeaseProgress
@@ -232,6 +233,44 @@ def test_nobody_waits_for_a_lease_that_is_too_old_already_or_can_wait_itself():
     ledger.next_step = 3
     assert ledger.readiness(NOW).ready, "the first is too old for this one as well"
     assert deliver(ledger, first).outcome == "lag"
+
+
+def test_a_step_gets_the_groups_that_fit_oldest_first_and_the_others_are_next():
+    ledger, _ = ledger_of(batch_groups=3, max_lag=2)
+    leases = lease_all(ledger)[:3]
+    for held in leases:
+        deliver(ledger, held)
+    sizes = [stored.place.size for stored in ledger._buffer.values()]
+    ledger._config = msgspec.structs.replace(ledger._config, batch_bytes=sum(sizes[:2]))
+    formed = ledger.form_batch(NOW)
+    assert [made.key for made in formed.groups] == [held.key for held in leases[:2]]
+    assert not ledger.readiness(NOW).ready and list(ledger._buffer) == [leases[2].key]
+    publish(ledger, 1, 1)
+    for held in lease_all(ledger, 1)[:2]:
+        deliver(ledger, held)
+    assert ledger.form_batch(NOW).groups[0].key == leases[2].key
+    assert not ledger.dropped
+
+
+def test_a_buffer_that_holds_less_than_a_batch_is_a_batch_when_it_is_full():
+    ledger, _ = ledger_of(batch_groups=4, buffer_bytes=400)
+    for held in iter(lambda: ledger.lease("w1", 0, NOW), None):
+        deliver(ledger, held)
+    assert ledger.buffered == 2, "more is not leased"
+    assert ledger.readiness(NOW).ready and len(ledger.form_batch(NOW).groups) == 2
+
+
+def test_a_batch_formed_without_a_limit_is_cut_in_the_same_way_each_time(monkeypatch):
+    ledger, _ = ledger_of(batch_groups=3)
+    for held in lease_all(ledger)[:3]:
+        deliver(ledger, held)
+    monkeypatch.setattr("orchestrator.ledger.MOST_BATCH_BYTES", 600)
+    formed = ledger.form_batch(NOW)
+    assert len(formed.assigned.ordinals) == 3 and len(formed.groups) == 2
+    assert ledger.formed(0).groups == formed.groups and ledger.dropped == {"too_large": 1}
+    again = GroupLedger(ledger._config, MemoryJournal(), itertools.count())
+    again.restore(ledger._journal.replay(), NOW)
+    assert again.dropped == ledger.dropped and again.snapshot() == ledger.snapshot()
 
 
 def test_filtering_can_be_switched_off():

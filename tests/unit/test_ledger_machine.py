@@ -18,14 +18,30 @@ from orchestrator.versions import Versions
 from tests.orchestration import group
 
 WORKERS = ("w1", "w2", "w3")
+GROUP_BYTES = 300
+"""A record of one of the test's groups has some 270."""
 
 
 class LedgerMachine(RuleBasedStateMachine):
-    @initialize(batch=st.integers(1, 3), max_lag=st.integers(0, 3), hold_s=st.sampled_from([0.0, 5.0]))
-    def start(self, batch, max_lag, hold_s):
+    @initialize(
+        batch=st.integers(1, 3),
+        max_lag=st.integers(0, 3),
+        hold_s=st.sampled_from([0.0, 5.0]),
+        fit=st.sampled_from([None, 1, 2]),
+        buffered=st.sampled_from([None, 1, 2]),
+    )
+    def start(self, batch, max_lag, hold_s, fit, buffered):
+        """`fit`: groups that a batch has room for, `buffered`: likewise the buffer; None: any number."""
         self.config = OrchestratorConfig(
-            batch_groups=batch, max_lag=max_lag, straggler_hold_s=hold_s, lease_s=20.0, max_attempts=2
+            batch_groups=batch,
+            max_lag=max_lag,
+            straggler_hold_s=hold_s,
+            lease_s=20.0,
+            max_attempts=2,
+            **({"batch_bytes": fit * GROUP_BYTES} if fit else {}),
+            **({"buffer_bytes": buffered * GROUP_BYTES} if buffered else {}),
         )
+        self.fit = min(batch, fit or batch)
         self.now = 0.0
         self.journal = MemoryJournal()
         self.ledger = GroupLedger(self.config, self.journal, itertools.count())
@@ -186,7 +202,9 @@ class LedgerMachine(RuleBasedStateMachine):
         if not self.ledger.readiness(self.now).ready:
             return
         batch = self.ledger.form_batch(self.now)
-        assert len(batch.groups) == self.config.batch_groups
+        assert 1 <= len(batch.groups) <= self.fit
+        if self.config.buffer_bytes >= self.config.batch_bytes >= self.config.batch_groups * GROUP_BYTES:
+            assert len(batch.groups) == self.config.batch_groups
         assert self.ledger.next_step == step + 1
         for made, lags in zip(batch.groups, batch.lags, strict=True):
             assert max(lags) <= self.config.max_lag, "a group over the lag limit was trained"

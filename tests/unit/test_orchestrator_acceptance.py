@@ -78,6 +78,10 @@ BAD = {
     "a reward above the range": (of(good(), good(reward=1.5)), "reward"),
     "a reward that is not a number": (of(good(), good(reward=math.nan)), "reward"),
     "spans that miss a token": (of(good(), good(spans=((4, 3),))), "shape"),
+    "the spans of the sample before, and another length": (
+        of(good(), good(length=5, spans=((4, 4),))),
+        "shape",
+    ),
     "spans of a negative length": (of(good(), good(spans=((4, 6), (5, -2)))), "shape"),
     "half a span": (of(good(), good(spans=((4, 4), (5,)))), "shape"),
     "no spans": (of(good(), good(spans=((),))), "shape"),

@@ -208,6 +208,14 @@ def test_a_slice_of_a_longer_wait_ends_without_asking_for_the_picture(running, l
     assert "0 of 2 groups" in link.picture()
 
 
+def test_what_a_step_has_shown_is_left_out_where_no_message_holds_it(running, link, monkeypatch):
+    link.attach(attach())
+    monkeypatch.setattr("async_rl.transport.link.MAX_MESSAGE_BYTES", 4000)
+    row = wire.Measured(wire.Key("train", 0), 0, True, 9, 0.0, 0.0, 0.0)
+    link.checked(wire.Checked(1, 0, (row,) * 1000))
+    assert "0 of 2 groups" in link.picture(), "the trainer goes on"
+
+
 def test_a_batch_that_arrives_while_the_picture_is_taken_is_kept():
     """The orchestrator is played by hand: it answers NextBatch only when it has been asked for its Status."""
     asked = []

@@ -14,7 +14,7 @@ import pytest
 from async_rl.errors import ConfigError
 from async_rl.transport.link import ask_status
 from async_rl.transport.zmq import ZmqListener
-from orchestrator.config import OrchestratorConfig, check_bind
+from orchestrator.config import OrchestratorConfig, SamplingConfig, check_bind, check_sizes, groups_that_fit
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 20.0
@@ -88,3 +88,13 @@ def test_without_keys_it_listens_to_this_machine_only_unless_told_otherwise(bind
     check_bind(msgspec.structs.replace(config, insecure_remote=True))
     check_bind(msgspec.structs.replace(config, keys="keys"))
     check_bind(OrchestratorConfig())
+
+
+def test_groups_that_no_message_holds_are_refused_before_anything_is_generated():
+    fits = SamplingConfig(group_size=8, max_tokens=100_000)
+    check_sizes(fits)
+    with pytest.raises(ConfigError, match="groups of long samples would be lost") as caught:
+        check_sizes(msgspec.structs.replace(fits, group_size=100))
+    assert "fewer or shorter samples" in caught.value.hint
+    assert groups_that_fit(fits, OrchestratorConfig(batch_groups=100)) == 100
+    assert groups_that_fit(fits, OrchestratorConfig(batch_groups=1024)) == 288, "if all samples are as long"

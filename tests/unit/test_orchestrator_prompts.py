@@ -6,6 +6,7 @@ import pytest
 
 from async_rl.envs import EnvironmentConfig, make_environment
 from async_rl.errors import ConfigError, EnvironmentFailed
+from async_rl.wire import Message, Prompt
 from orchestrator.config import EvalConfig, OrchestratorConfig, SamplingConfig
 from orchestrator.prompts import check_prompts, prompt_of
 from orchestrator.server import run_orchestrator
@@ -50,6 +51,17 @@ def test_the_held_out_prompts_are_looked_at_where_there_are_evaluations(tmp_path
     check_prompts(environment, NO_EVAL)
     with pytest.raises(ConfigError, match="eval split"):
         check_prompts(environment, EVAL)
+
+
+def test_a_prompt_that_no_worker_could_read_is_named_and_not_leased_for_ever(monkeypatch):
+    monkeypatch.setattr("orchestrator.prompts.MOST_CHARS", 20)
+    short = Prompt(text="2+2?", answer="4", info={"level": "1"})
+    assert prompt_of(Broken(short), "train", 3) == short
+    for long in (Prompt(text="x" * 21), Prompt(messages=(Message("user", "x" * 20),), answer="4")):
+        with pytest.raises(
+            EnvironmentFailed, match="train prompt 3: 21 characters are over the limit of 20"
+        ):
+            prompt_of(Broken(long), "train", 3)
 
 
 @pytest.mark.parametrize(

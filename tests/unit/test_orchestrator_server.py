@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 
@@ -67,6 +68,23 @@ async def worker(dialer, name):
                 return keys
             case wire.Nack() as nack:
                 raise AssertionError(nack.reason)
+
+
+class Counted(MemoryJournal):
+    unwritten = 0
+
+
+def test_a_turn_takes_what_is_there_until_as_much_waits_to_be_written_as_memory_should_hold(monkeypatch):
+    monkeypatch.setattr(server, "BYTES_PER_TURN", 100)
+    journal, there = Counted(), iter(range(1, 9))
+    listener = SimpleNamespace(recv_now=lambda: next(there, None))
+    taken = []
+    for each in server._with_more(0, listener, journal):
+        taken.append(each)
+        journal.unwritten += 40
+    assert taken == [0, 1, 2], "the next ones are of the next turn"
+    journal.unwritten = 0
+    assert list(server._with_more(3, listener, journal)) == [3, 3, 4, 5, 6, 7, 8]
 
 
 class NoRoom(MemoryJournal):

@@ -66,6 +66,13 @@ def test_every_step_has_the_groups_of_the_life_that_survives(tmp_path: Path):
     assert recorded.newest == {0: 1, 1: 2} and recorded.tree[2].step == 1
 
 
+def test_the_version_that_a_trainer_comes_with_is_its_own_and_not_of_the_one_before(tmp_path: Path):
+    at = next(index for index, each in enumerate(LIVES) if isinstance(each, Took) and each.incarnation == 1)
+    took, version = LIVES[at : at + 2]
+    lives = [*LIVES[:at], version, took, *LIVES[at + 2 :]]  # as it is written when a trainer attaches
+    assert read_recorded(write(tmp_path, lives)).newest == {0: 1, 1: 2}
+
+
 def test_a_run_begun_anew_forgets_the_one_before(tmp_path: Path):
     again: list[Record] = [Took(2, 0, -1, 0, (), True), arrived(0), assigned(2, 0, 0)]
     assert told(read_recorded(write(tmp_path, LIVES + again))) == [(0, 2, [0], False)]
@@ -74,6 +81,11 @@ def test_a_run_begun_anew_forgets_the_one_before(tmp_path: Path):
 def test_what_a_resume_can_not_need_any_more_may_still_be_there(tmp_path: Path):
     recorded = read_recorded(write(tmp_path, [*LIVES, Resumable(1)]))
     assert [step for step, *_ in told(recorded)] == [0, 1, 2]
+
+
+def test_a_trainer_that_had_nothing_to_repeat_any_more_began_anew(tmp_path: Path):
+    lives = [*LIVES, Resumable(2), Took(2, 1, 1, 10, (), False), arrived(0), assigned(2, 1, 0)]
+    assert told(read_recorded(write(tmp_path, lives)), first=1) == [(1, 2, [0], False)]
 
 
 def test_it_ends_where_a_group_is_missing(tmp_path: Path):

@@ -111,8 +111,11 @@ def test_a_judge_in_its_process_says_what_the_environment_says(strange):
     strange.add(rescoring("7", "raises", rewards=(1.0, 0.0)))
     strange.add(rescoring("7", "ends", rewards=(1.0, 0.0)))
     strange.add(rescoring("7", "8", rewards=(1.0, 1.0), worker="w2"))
-    good, bad = outcomes(strange, 2)  # of those that could be scored
-    assert (good.wrong, bad.worker) == ("", "w2")
+    found = outcomes(strange, 4)
+    (bad,) = [each for each in found if each.worker == "w2"]
+    good, raised, ended = [each for each in found if each.worker == "w1"]
+    assert (good.wrong, good.failed) == ("", "")
+    assert "ValueError: no such number" in raised.failed and "ended while it scored" in ended.failed
     assert bad.wrong == "train/7 sample 1: reward 1, and 0 when scored again"
 
 

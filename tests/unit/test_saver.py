@@ -19,7 +19,7 @@ from async_rl.store.file import FileStore
 from workers import checkpoints
 from workers.batches import Lineage
 from workers.checkpoints import Checkpoint, Progress
-from workers.learner import OptimizerRows
+from workers.optimizers import OptimizerRows
 from workers.saver import Saver
 from workers.settings import TrainerConfig
 
@@ -88,7 +88,7 @@ class Training:
         self.resumable: list[int] = []
         self.lineage = Lineage()
         first = 2 * self.group.rank
-        self.row = OptimizerRows((4,), first, *(torch.zeros(2) for _ in range(3)))
+        self.row = OptimizerRows((4,), first, {name: torch.zeros(2) for name in ("param", "exp_avg")})
         self.publish()
         self.saver = Saver(
             store,
@@ -119,7 +119,7 @@ class Training:
 
     def step(self, publish: bool = True) -> None:
         self.steps += 1
-        self.row.param.fill_(float(self.steps))
+        self.row.tensors["param"].fill_(float(self.steps))
         if publish:
             self.publish()
         self.saver.step(Progress(self.steps, self.newest, 1, 8 * self.steps, self.steps))
@@ -145,11 +145,11 @@ class Training:
         return found
 
     def restored(self) -> list[float]:
-        row = OptimizerRows((4,), 0, *(torch.full((4,), float("nan")) for _ in range(3)))
-        halves = OptimizerRows((4,), 0, row.param[:2], row.exp_avg[:2], row.exp_avg_sq[:2])
+        row = OptimizerRows((4,), 0, {name: torch.full((4,), float("nan")) for name in self.row.tensors})
+        halves = OptimizerRows((4,), 0, {name: tensor[:2] for name, tensor in row.tensors.items()})
         whole = self.group.size > 1
         checkpoints.restore(self.store, self.latest(), 0, {"w": row if whole else halves})
-        return row.param.tolist() if whole else halves.param.tolist()
+        return (row if whole else halves).tensors["param"].tolist()
 
 
 @pytest.fixture(autouse=True)

@@ -97,6 +97,15 @@ def test_a_write_that_was_cut_short_is_cut_off_and_writing_goes_on(folder, cut):
     assert [record.ordinal for record, _ in found[1:]] == [0, 2]
 
 
+def test_what_waits_for_a_commit_is_counted_and_written_by_it(folder):
+    spool, _ = opened(folder)
+    before = spool.unwritten
+    place = spool.append(arrived(0))
+    assert before == 0 and spool.unwritten > place.size
+    spool.commit()
+    assert spool.unwritten == 0
+
+
 @pytest.mark.parametrize("where", ["head", "body"])
 def test_a_damaged_record_is_passed_over_and_counted(folder, where):
     _, second, _ = write(folder, arrived(0), arrived(1), arrived(2))

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from async_rl.algo.advantages import AdvantageConfig
 from async_rl.algo.staleness import Node
 from async_rl.errors import Fenced, StoreUnavailable, WaitTimeout
 from async_rl.store.file import FileStore
@@ -65,8 +66,17 @@ def a_lineage() -> Lineage:
     return lineage
 
 
-def prepared(batch: Batch, *, max_lag: int = 2, lineage: Lineage | None = None):
-    return prepare(batch, lineage or a_lineage(), step=2, max_lag=max_lag, vocab_size=10)
+def prepared(batch: Batch, *, max_lag: int = 2, lineage: Lineage | None = None, **advantage: Any):
+    config = AdvantageConfig(**advantage)
+    return prepare(
+        batch,
+        lineage or a_lineage(),
+        step=2,
+        max_lag=max_lag,
+        vocab_size=10,
+        advantage=config,
+        max_tokens=4,
+    )
 
 
 def test_a_group_becomes_samples_with_advantages_and_lags():
@@ -79,6 +89,32 @@ def test_a_group_becomes_samples_with_advantages_and_lags():
     assert result.rewards == [1.0, 0.0]
     assert (result.groups, result.cut_off, result.loss_tokens) == (1, 1, 6)
     assert result.dropped == {}
+
+
+def test_a_baseline_over_the_batch_is_over_what_is_trained():
+    stale = (a_sample(9.0, spans=[0, 3]), a_sample(9.0))
+    batch = a_batch((a_sample(1.0), a_sample(1.0)), stale, (a_sample(0.0), a_sample(0.0)))
+    result = prepared(batch, max_lag=1, estimator="global")
+    assert [sample.advantage for sample in result.samples] == [0.5, 0.5, -0.5, -0.5]
+    assert result.rewards == [1.0, 1.0, 0.0, 0.0]
+
+
+def test_what_was_cut_off_is_kept_masked_or_penalised():
+    batch = a_batch((a_sample(1.0), a_sample(0.0, finish="length"), a_sample(0.5)))
+    kept = prepared(batch)
+    masked = prepared(batch, truncated="mask")
+    assert masked.loss_tokens == 6 and not masked.samples[1].mask_C.any()
+    assert [s.advantage for s in masked.samples] == [s.advantage for s in kept.samples], "it is in the mean"
+    short = a_batch((a_sample(1.0, tokens=[3], logprobs=[-0.1], mask=[1], spans=[1, 1]), a_sample(1.0)))
+    penalised = prepared(short, truncated="penalty", overlong_buffer=0.5, overlong_penalty=2.0)
+    assert [s.advantage for s in penalised.samples] == [0.5, -0.5], "3 of 4 tokens: half of the penalty"
+    assert penalised.rewards == [1.0, 1.0] and penalised.lengths == [1, 3]
+
+
+def test_lag_is_split_into_what_grew_while_it_was_generated_and_the_rest():
+    """Of version 0 and then 1, trained after step 2: 1 step in flight, 1 since."""
+    result = prepared(a_batch((a_sample(1.0, spans=[0, 1, 1, 2]), a_sample(spans=[2, 3]))))
+    assert result.lags == [2, 0] and result.queued_lags == [1, 0]
 
 
 def test_a_group_over_the_limit_is_never_trained():

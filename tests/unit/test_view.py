@@ -62,17 +62,18 @@ def test_a_lag_that_nobody_knows_is_over_every_limit_and_a_worker_that_makes_not
     assert [each.worker for each in over(view, 3)] == ["stranger"]
 
 
-def test_a_cluster_is_as_late_as_its_latest_worker_that_is_not_gone():
+def test_a_cluster_is_as_late_as_its_latest_worker_that_is_neither_gone_nor_in_quarantine():
     a1 = WorkerView(worker="a1", cluster="a", state="serving", version=3, lag=1, lag_versions=1, lag_s=2.0)
     a1 = msgspec.structs.replace(a1, tokens_per_s=10.0, sync_bytes=5, idle_s=1.0, serving_s=10.0)
     a2 = msgspec.structs.replace(a1, worker="a2", version=1, lag=4, lag_versions=3, lag_s=9.0, idle_s=5.0)
     a3 = msgspec.structs.replace(a1, worker="a3", state="gone", version=0, lag=9, tokens_per_s=0.0)
     b = WorkerView(worker="b", cluster="b")
-    first, second = clusters_of((a2, b, a3, a1))
-    assert (first.cluster, first.workers, first.gone) == ("a", 2, 1)
+    a4 = msgspec.structs.replace(a3, worker="a4", state="quarantined")
+    first, second = clusters_of((a2, b, a3, a4, a1))
+    assert (first.cluster, first.workers, first.quarantined, first.gone) == ("a", 3, 1, 1)
     assert (first.oldest_version, first.newest_version) == (1, 3)
     assert (first.lag, first.lag_versions, first.lag_s) == (4, 3, 9.0)
-    assert (first.tokens_per_s, first.sync_bytes, first.idle) == (20.0, 15, 0.3)
+    assert (first.tokens_per_s, first.sync_bytes, first.idle) == (20.0, 20, 0.3)
     assert (second.lag, second.tokens_per_s, second.idle) == (None, None, None)
 
 

@@ -100,12 +100,23 @@ def store(tmp_path: Path) -> ScriptedStore:
 Start = Callable[..., Trainer]
 
 
+Baseline = Literal["host", "device"]
+
+EITHER = pytest.mark.parametrize("baseline", ["host", "device"])
+"""Wherever the copies of the weights lie."""
+
+
 @pytest.fixture
-def start(store: ScriptedStore, tmp_path: Path) -> Iterator[Start]:
+def baseline() -> Baseline:
+    return "host"
+
+
+@pytest.fixture
+def start(store: ScriptedStore, tmp_path: Path, baseline: Baseline) -> Iterator[Start]:
     trainers: list[Trainer] = []
 
     def make(config: WeightsConfig = SMALL, parent: int = -1) -> Trainer:
-        trainers.append(Trainer(store, tmp_path, config, parent))
+        trainers.append(Trainer(store, tmp_path, replace(config, baseline=baseline), parent))
         return trainers[-1]
 
     yield make
@@ -143,6 +154,7 @@ def equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool
 # ---------------------------------------------------------------- what a version holds
 
 
+@EITHER
 def test_a_version_holds_the_weights_of_the_moment_it_was_asked_for(start: Start, tmp_path: Path) -> None:
     trainer = start()
     gate = threading.Event()
@@ -163,12 +175,16 @@ def test_a_version_holds_the_weights_of_the_moment_it_was_asked_for(start: Start
     assert equal(fetched(trainer, 0, tmp_path), at_publish)
 
 
-def test_parameters_that_are_16_bit_already_are_copied_too(store: ScriptedStore, tmp_path: Path) -> None:
+@EITHER
+def test_parameters_that_are_16_bit_already_are_copied_too(
+    store: ScriptedStore, tmp_path: Path, baseline: Baseline
+) -> None:
     parameters = {name: torch.randn(shape, dtype=torch.bfloat16) for name, shape in SHAPES.items()}
     run = ensure_run(store, write_model_dir(tmp_path / "model"), parameters)
     gate = threading.Event()
     store.on("upload", "packs/", lambda: gate.wait(LIMIT_S))
-    with Publisher(store, run, claim(store), parameters, SMALL) as publisher:
+    config = replace(SMALL, baseline=baseline)
+    with Publisher(store, run, claim(store), parameters, config) as publisher:
         at_publish = {name: tensor.clone() for name, tensor in parameters.items()}
         publisher.publish(0)
         for tensor in parameters.values():
@@ -178,6 +194,7 @@ def test_parameters_that_are_16_bit_already_are_copied_too(store: ScriptedStore,
     assert equal(load(store, run, 0, tmp_path), at_publish)
 
 
+@EITHER
 def test_rounding_is_torchs_own_for_ties_denormals_and_infinity(start: Start, tmp_path: Path) -> None:
     trainer = start()
     bits = torch.tensor([0x3F808000, 0x3F818000, 0x00000001, 0x7F7FFFFF, 0x7F800000], dtype=torch.int32)
@@ -235,6 +252,7 @@ def test_parameters_that_are_not_the_runs_are_refused(start: Start) -> None:
 # ---------------------------------------------------------------- deltas
 
 
+@EITHER
 def test_after_the_first_version_only_what_changed_is_written(start: Start, tmp_path: Path) -> None:
     trainer = start()
     first = trainer.publish(0)
@@ -247,6 +265,7 @@ def test_after_the_first_version_only_what_changed_is_written(start: Start, tmp_
     assert equal(fetched(trainer, 1, tmp_path), trainer.rounded())
 
 
+@EITHER
 def test_where_nothing_changed_a_version_has_no_packs(start: Start, tmp_path: Path) -> None:
     trainer = start()
     trainer.publish(0)
@@ -258,9 +277,10 @@ def test_where_nothing_changed_a_version_has_no_packs(start: Start, tmp_path: Pa
     assert equal(fetched(trainer, 1, tmp_path), trainer.rounded())
 
 
+@EITHER
 @pytest.mark.parametrize("codec", ["default", "small"])
 def test_every_bit_pattern_survives_a_chain_of_deltas(
-    store: ScriptedStore, tmp_path: Path, codec: Literal["default", "small"]
+    store: ScriptedStore, tmp_path: Path, codec: Literal["default", "small"], baseline: Baseline
 ) -> None:
     """NaNs of all kinds, infinities, denormals, both zeros: random bits."""
     draw = np.random.default_rng(3)
@@ -270,7 +290,8 @@ def test_every_bit_pattern_survives_a_chain_of_deltas(
 
     parameters = {name: random_bits(shape) for name, shape in SHAPES.items()}
     run = ensure_run(store, write_model_dir(tmp_path / "model"), parameters)
-    with Publisher(store, run, claim(store), parameters, replace(SMALL, codec=codec)) as publisher:
+    config = replace(SMALL, codec=codec, baseline=baseline)
+    with Publisher(store, run, claim(store), parameters, config) as publisher:
         for step in range(4):
             publisher.publish(step)
             publisher.flush(LIMIT_S)
@@ -307,6 +328,7 @@ def test_the_manifest_comes_after_every_pack(start: Start) -> None:
 # ---------------------------------------------------------------- the baseline
 
 
+@EITHER
 def test_a_version_given_up_stays_out_of_the_baseline(start: Start, tmp_path: Path) -> None:
     """The next one carries both changes."""
     trainer = start(BRIEF)
@@ -346,6 +368,7 @@ def test_a_delta_given_up_that_stands_in_the_store_all_the_same_harms_nothing(
     assert equal(fetched(trainer, 2, tmp_path), trainer.rounded())
 
 
+@EITHER
 @pytest.mark.parametrize("pack", range(len(SHAPES)))
 def test_an_attempt_that_fails_half_way_keeps_the_delta_packs_that_are_whole(
     start: Start, tmp_path: Path, pack: int
@@ -365,6 +388,7 @@ def test_an_attempt_that_fails_half_way_keeps_the_delta_packs_that_are_whole(
 # ---------------------------------------------------------------- where a trainer begins
 
 
+@EITHER
 def test_a_resumed_trainer_with_its_parents_weights_writes_no_packs(start: Start, tmp_path: Path) -> None:
     first = start()
     first.publish(0)
@@ -383,6 +407,7 @@ def test_a_resumed_trainer_with_its_parents_weights_writes_no_packs(start: Start
     assert equal(fetched(resumed, 3, tmp_path), resumed.rounded())
 
 
+@EITHER
 def test_a_trainer_with_other_weights_than_its_parents_begins_with_a_full_version(
     start: Start, tmp_path: Path
 ) -> None:
@@ -434,6 +459,7 @@ def gated(trainer: Trainer, operation: str = "upload", prefix: str = "packs/") -
     return gate
 
 
+@EITHER
 def test_while_a_version_is_on_its_way_the_next_ones_are_merged(start: Start, tmp_path: Path) -> None:
     trainer = start(HASTY)
     trainer.publisher.publish(0)
@@ -485,6 +511,7 @@ def test_catching_up_raises_what_stopped_the_version_before(start: Start) -> Non
     assert trainer.publisher.publish(1) == 1
 
 
+@EITHER
 def test_weights_of_a_version_that_was_given_up_are_pending(start: Start, tmp_path: Path) -> None:
     """A checkpoint may swallow the error; synchronous training would then wait for them for ever."""
     trainer = start(BRIEF)
@@ -554,6 +581,7 @@ def holders(trainer: Trainer, name: str) -> int:
     return sum(buffer.holders for buffer in trainer.publisher._shards._pool._all[name])
 
 
+@EITHER
 def test_an_anchor_holds_its_version_while_deltas_go_on(start: Start, tmp_path: Path) -> None:
     trainer = start(ANCHORS)
     trainer.publish(0)
@@ -617,6 +645,7 @@ def test_there_is_one_anchor_at_a_time(start: Start) -> None:
     assert [edge.version for edge in list_edges(trainer.store)] == [2]
 
 
+@EITHER
 def test_closing_gives_an_anchor_up(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("async_rl.weights.full._AGREE_BYTES", 1)
     trainer = start(ANCHORS)
@@ -641,6 +670,7 @@ def test_closing_gives_an_anchor_up(start: Start, monkeypatch: pytest.MonkeyPatc
     assert len(list(copies)) < len(trainer.commits[0].way.packs)
 
 
+@EITHER
 def test_a_baseline_that_was_damaged_in_memory_makes_no_anchor(start: Start) -> None:
     trainer = start(ANCHORS)
     trainer.publish(0)
@@ -702,6 +732,7 @@ def test_packs_that_are_whole_are_not_sent_again(start: Start) -> None:
     assert len(set(uploads)) == len(trainer.commits[0].way.packs)
 
 
+@EITHER
 def test_beyond_the_limit_the_trainer_is_told_and_can_go_on(start: Start, tmp_path: Path) -> None:
     trainer = start(BRIEF)
     trainer.store.on("upload", "packs/", raises(StoreUnavailable("no route")))

@@ -13,6 +13,7 @@ numbers.py   sequences of numbers -> sections of bytes near their entropy
 tables.py    frequencies of symbols: chosen, written, read
 rans.py      numbers as symbols, symbols as states and words
 elements.py  passes over the weights themselves
+tensors.py   the same for torch tensors of any device, for whoever has torch
 scratch.py   arrays that a thread uses again
 jit.py       how kernels are compiled, and vectors
 planes.py    tensors of other widths
@@ -23,9 +24,11 @@ from async_rl.weights.codec.planes import apply_planes, encode_planes
 from async_rl.weights.codec.tiles import (
     TILE,
     CodedTile,
+    Found,
     Mode,
     add_steps,
     apply_tile,
+    encode_found,
     encode_steps,
     encode_tile,
     tile_steps,
@@ -34,11 +37,13 @@ from async_rl.weights.codec.tiles import (
 __all__ = [
     "TILE",
     "CodedTile",
+    "Found",
     "Mode",
     "add_steps",
     "apply_planes",
     "apply_tile",
     "digest_of",
+    "encode_found",
     "encode_planes",
     "encode_steps",
     "encode_tile",

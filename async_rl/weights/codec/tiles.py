@@ -18,11 +18,15 @@ from async_rl.weights.codec.scratch import scratch
 __all__ = [
     "TILE",
     "CodedTile",
+    "Found",
     "Mode",
     "add_steps",
     "apply_tile",
+    "encode_found",
     "encode_steps",
     "encode_tile",
+    "small_steps",
+    "tile_numbers",
     "tile_steps",
 ]
 
@@ -58,13 +62,23 @@ class CodedTile(NamedTuple):
     moved: int  # what the change adds to the state's digest, modulo 2^64
 
 
+class Found(NamedTuple):
+    """What a tile changes, at least one element, found where the weights are (tensors.py)."""
+
+    elements: int
+    changed: int
+    moved: int
+    told: (
+        Steps | np.ndarray
+    )  # or a step of every element: uint16 [elements] as elements.differences numbers them
+    exponents: np.ndarray | None = None  # of the base, uint8 [elements]; where the small mode may be tried
+
+
 def encode_tile(base: np.ndarray, new: np.ndarray, place: int, *, small: bool = False) -> CodedTile | None:
     """The smallest coding of base -> new; None if nothing changed. `place`: of the first element, see digest.py.
     With `small` also the coding that needs the base to be read is tried, where it promises to be smaller."""
     from async_rl.weights.codec import elements
     from async_rl.weights.codec import steps as kernels
-    from async_rl.weights.codec.model import plan_small
-    from async_rl.weights.codec.small import encode_small
 
     found = scratch("positions", len(base), np.uint32)
     positions = found[: elements.find(base, new, found)]
@@ -77,8 +91,50 @@ def encode_tile(base: np.ndarray, new: np.ndarray, place: int, *, small: bool = 
         return CodedTile(Mode.DENSE, kernels.encode_dense(numbers, changed), changed, moved)
     steps = np.empty(changed, np.int16)
     moved = int(elements.measure(base, new, place, positions, steps))
-    data = None
-    if small and changed >= SMALL_FROM:
+    return _smallest(base, new, positions, steps, moved, small=small and changed >= SMALL_FROM)
+
+
+def encode_found(found: Found) -> CodedTile:
+    """What encode_tile makes of the same change, byte for byte: of the base, the small mode looks at exponents
+    only."""
+    from async_rl.weights.codec import steps as kernels
+
+    if isinstance(found.told, tuple):
+        positions, steps = found.told
+    else:
+        numbers = found.told.astype(np.uint32)
+        if _is_dense(found.changed, found.elements) and found.exponents is None:
+            data = kernels.encode_dense(numbers, found.changed)
+            return CodedTile(Mode.DENSE, data, found.changed, found.moved)
+        positions, steps = kernels.dense_steps(numbers, found.changed)
+    if found.exponents is None:
+        return CodedTile(*encode_steps(positions, steps, found.elements), found.changed, found.moved)
+    base, new = _stand_in(found.exponents, positions, steps)
+    return _smallest(base, new, positions, steps, found.moved, small=True)
+
+
+def _stand_in(
+    exponents: np.ndarray, positions: np.ndarray, steps: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Weights that have these exponents, and what these steps make of them; in scratch."""
+    from async_rl.weights.codec import elements
+
+    base = scratch("stand_in", len(exponents), np.uint16)
+    new = scratch("changed_stand_in", len(exponents), np.uint16)
+    np.left_shift(exponents, 7, out=base, dtype=np.uint16)
+    new[:] = base
+    elements.apply(new, positions, steps, 0)
+    return base, new
+
+
+def _smallest(
+    base: np.ndarray, new: np.ndarray, positions: np.ndarray, steps: np.ndarray, moved: int, *, small: bool
+) -> CodedTile:
+    from async_rl.weights.codec.model import plan_small
+    from async_rl.weights.codec.small import encode_small
+
+    changed, data = len(positions), None
+    if small:
         plan = plan_small(base, positions, steps)
         if plan.bits < SMALL_GAIN * plan.bits_without:
             data = encode_small(base, new, positions, steps, plan)
@@ -93,18 +149,39 @@ def encode_tile(base: np.ndarray, new: np.ndarray, place: int, *, small: bool = 
 def apply_tile(mode: int, data: bytes | memoryview, values: np.ndarray, place: int) -> tuple[int, int]:
     """Change `values` in place; (changed, moved) as found. Raises Corrupt, with `values` as they were."""
     from async_rl.weights.codec import elements
-    from async_rl.weights.codec.small import apply_small
 
     if mode == Mode.DENSE:
-        numbers, changed = _dense(data, len(values))
+        numbers, changed = tile_numbers(data, len(values))
         return changed, int(elements.apply_all(values, numbers, place))
     if mode == Mode.SMALL:
-        done = apply_small(np.frombuffer(data, np.uint8), values, place)
-        if done is None:
-            raise Corrupt(f"a coded tile of mode {mode}, {len(data)} bytes, contradicts itself or its base")
-        return done
+        return _apply_small(data, values, place)
     positions, steps = tile_steps(mode, data, len(values))
     return len(positions), int(elements.apply(values, positions, steps, place))
+
+
+def _apply_small(data: bytes | memoryview, values: np.ndarray, place: int) -> tuple[int, int]:
+    from async_rl.weights.codec.small import apply_small
+
+    done = apply_small(np.frombuffer(data, np.uint8), values, place)
+    if done is None:
+        raise Corrupt(
+            f"a coded tile of mode {Mode.SMALL:d}, {len(data)} bytes, contradicts itself or its base"
+        )
+    return done
+
+
+def small_steps(data: bytes | memoryview, exponents: np.ndarray) -> Steps:
+    """What a SMALL tile says, given the exponents of its base: uint8 [count]. Raises Corrupt."""
+    from async_rl.weights.codec import elements
+
+    nothing = np.empty(0, np.uint32), np.empty(0, np.int16)
+    base, new = _stand_in(exponents, *nothing)
+    _apply_small(data, new, 0)
+    found = np.empty(len(base), np.uint32)
+    positions = found[: elements.find(base, new, found)]
+    steps = np.empty(len(positions), np.int16)
+    elements.measure(base, new, 0, positions, steps)
+    return positions, steps
 
 
 def tile_steps(mode: int, data: bytes | memoryview, count: int) -> Steps:
@@ -114,7 +191,7 @@ def tile_steps(mode: int, data: bytes | memoryview, count: int) -> Steps:
     if mode == Mode.SMALL:
         raise ValueError("a small tile can't be read without its base")
     if mode == Mode.DENSE:
-        return kernels.dense_steps(*_dense(data, count))
+        return kernels.dense_steps(*tile_numbers(data, count))
     if mode != Mode.STEPS:
         raise Corrupt(f"a coded tile has the unknown mode {mode}")
     found = kernels.decode_steps(np.frombuffer(data, np.uint8), count)
@@ -123,7 +200,9 @@ def tile_steps(mode: int, data: bytes | memoryview, count: int) -> Steps:
     return found
 
 
-def _dense(data: bytes | memoryview, count: int) -> tuple[np.ndarray, int]:
+def tile_numbers(data: bytes | memoryview, count: int) -> tuple[np.ndarray, int]:
+    """What a DENSE tile says of each of `count` elements, uint32 and in scratch, and how many of them change. Raises
+    Corrupt."""
     from async_rl.weights.codec import steps as kernels
 
     found = kernels.decode_dense(np.frombuffer(data, np.uint8), count)

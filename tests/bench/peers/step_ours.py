@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from async_rl.algo.advantages import group_advantages
-from async_rl.algo.losses import LossConfig
+from async_rl.algo.losses import LossConfig, totals_of
 from async_rl.algo.packing import TrainSample, pack
 from tests.bench.peers import memory
 from tests.bench.peers.samples import Samples, load
@@ -39,7 +39,6 @@ def measure(asked: dict[str, Any]) -> dict[str, Any]:
         learner = Learner(model, trainer, LossConfig(), temperature=1.0, group=group, device=CPU)
         parameters = sum(p.numel() for p in learner.parameters().values())
         batch = on_policy(learner, train_samples(samples), asked["microbatch_tokens"])
-        loss_tokens = int(samples.completions_S.sum())
         times: list[float] = []
         cpu_s: list[float] = []
         rows = 0
@@ -47,7 +46,7 @@ def measure(asked: dict[str, Any]) -> dict[str, Any]:
         for step in range(asked["steps"] + 1):  # the first makes what is made once
             began, cpu_began = time.perf_counter(), time.process_time()
             rows_of_step = pack(batch, asked["microbatch_tokens"], 1)[0]
-            stats = learner.forward_backward(rows_of_step, loss_tokens)
+            stats = learner.forward_backward(rows_of_step, totals_of(batch))
             if step == 0 and asked["gradients"]:
                 write_gradients(learner, Path(asked["gradients"]))
             assert learner.optimizer_step(stats)
