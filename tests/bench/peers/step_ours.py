@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from async_rl.algo.advantages import group_advantages
-from async_rl.algo.losses import LossConfig, totals_of
+from async_rl.algo.losses import DppoTv, totals_of
 from async_rl.algo.packing import TrainSample, pack
 from tests.bench.peers import memory
 from tests.bench.peers.samples import Samples, load
@@ -36,7 +36,7 @@ def measure(asked: dict[str, Any]) -> dict[str, Any]:
     # The rate of a real run: so small that the policy of the last step is still the one of the first.
     trainer = TrainerConfig(learning_rate=1e-6, warmup_steps=0, clip_norm=1e9)
     with rank_group(CPU, COLLECTIVE_S) as group:
-        learner = Learner(model, trainer, LossConfig(), temperature=1.0, group=group, device=CPU)
+        learner = Learner(model, trainer, DppoTv(), temperature=1.0, group=group, device=CPU)
         parameters = sum(p.numel() for p in learner.parameters().values())
         batch = on_policy(learner, train_samples(samples), asked["microbatch_tokens"])
         times: list[float] = []
