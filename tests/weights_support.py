@@ -15,7 +15,7 @@ import numpy as np
 
 from async_rl.errors import AlreadyExists, NotFound
 from async_rl.store.base import Capabilities, ObjectInfo, ObjectStore, Upload
-from async_rl.weights import lineage
+from async_rl.weights import full_tiles, lineage
 from async_rl.weights.codec import TILE, Mode, digest_of, encode_tile
 from async_rl.weights.deltas import DeltaPackWriter
 from async_rl.weights.lineage import Claim, Manifest, Pack, Way
@@ -227,7 +227,10 @@ class History:
         pack_tiles: int = 1 << 30,
         pack_bytes: int = 60,
         small: bool = False,
+        tile_digests: bool = True,
     ) -> None:
+        """Without `tile_digests`, full versions are as they were in runs before format 5."""
+        self.tile_digests = tile_digests
         self.store: ObjectStore = MemoryStore() if store is None else store
         self.tile, self.pack_tiles, self.pack_bytes, self.small = tile, pack_tiles, pack_bytes, small
         table = {name: np.broadcast_to(np.int8(0), shape) for name, shape in shapes.items()}
@@ -324,7 +327,18 @@ class History:
             )
             weight_map |= {spec.name: number for spec in plan.tensors}
             self.store.put(packs[-1].key, data)
-        return Way(-1, tuple(packs), sum(pack.size for pack in packs), weight_map)
+        digests = self._tile_digests(state) if self.tile_digests else msgspec.UNSET
+        total = sum(pack.size for pack in packs)
+        return Way(-1, tuple(packs), total, weight_map, tile_digests=digests)
+
+    def _tile_digests(self, state: State) -> bytes:
+        found, place = [], 0
+        for spec in self.run.tensors:
+            bits = state[spec.name].reshape(-1)
+            tile = full_tiles.TILE  # type: ignore[attr-defined]  # what readers cut by
+            found += [digest_of(bits[at : at + tile], place + at) for at in range(0, len(bits), tile)]
+            place += len(bits)
+        return np.array(found, "<u8").tobytes()
 
     def _delta_way(self, before: State, after: State, base: int, version: int, rank: str) -> Way:
         writers = [DeltaPackWriter()]

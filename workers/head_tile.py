@@ -56,7 +56,7 @@ class HeadSettings:
     logits: LogitMap
     temperature: float
     tile_bytes: (
-        int  # all that lives of a tile at one time is at most this, if 1024 words of one token allow it
+        int  # limit of all that lives of a tile at one time; 1024 words of one token are always allowed
     )
     compiled: bool = False  # the arithmetic between the products by torch.compile
 

@@ -18,6 +18,7 @@ upkeep.py      compactor.py and gc.py in a thread of rank 0
 
 objects
 packs.py       full packs: how a state is cut into safetensors objects, and which rank writes which
+full_tiles.py  the tiles in them, and the digests by which they are read alone; hashed.py where those come from
 deltas.py      delta packs: tiles and their table
 ways.py        further ways to a version: skip deltas, anchors
 compactor.py   writes skip deltas
@@ -28,7 +29,8 @@ the reader (no torch)
 subscriber.py  find, fetch, make a Hugging Face folder
 plan.py        the cheapest path in bytes
 follower.py    from what is here to the version that is wanted
-fetch.py       parallel ranged gets, verified
+fetch.py       parallel ranged gets, verified; whole.py packs on their way as wholes
+needed.py      the same for who needs only some elements
 shadow.py      one version's state as files, changed in place
 readers.py     which versions a worker still needs
 

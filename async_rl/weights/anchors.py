@@ -18,10 +18,10 @@ from async_rl.log import get_logger
 from async_rl.store.base import ObjectStore
 from async_rl.threads import give_way
 from async_rl.weights.config import WeightsConfig
-from async_rl.weights.drafts import state_digest
 from async_rl.weights.full import FullPacks
 from async_rl.weights.garbage import StoredTombstone
 from async_rl.weights.gc import dead_edges
+from async_rl.weights.hashed import sum_of, tiles_of_state
 from async_rl.weights.lineage import Manifest, Way
 from async_rl.weights.plan import Path, find_path
 from async_rl.weights.ranks import Ranks
@@ -193,7 +193,8 @@ class AnchorWriter:
 
     def _write(self, version: int, digest: int, state: State) -> int:
         """Bytes of the anchor; 0 where it was given up."""
-        found = state_digest(self._ranks, self._run, self._shards, state)
+        tiles = tiles_of_state(self._ranks, self._run, self._shards, state)
+        found = sum_of(tiles)
         if found != digest:
             raise WeightsError(
                 f"the trainer's copy of version {version} has digest {found:016x}, its manifest says {digest:016x}",
@@ -205,7 +206,7 @@ class AnchorWriter:
         )
         if failure is not None:
             raise failure
-        way = self._full.way(whole, self._key(version))
+        way = self._full.way(whole, self._key(version), tiles)
         if way is None:
             if not self._closing.is_set():
                 log.debug("another rank could not write its part of an anchor", version=version)

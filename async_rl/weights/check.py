@@ -19,6 +19,7 @@ from async_rl.store.base import ObjectStore
 from async_rl.weights.codec import digest_of
 from async_rl.weights.codec.digest import MASK
 from async_rl.weights.config import WeightsConfig
+from async_rl.weights.full_tiles import FullTiles
 from async_rl.weights.garbage import Announced, fold
 from async_rl.weights.gc import read_tombstones
 from async_rl.weights.lineage import (
@@ -141,6 +142,7 @@ class _Checker:
         report: Report | None,
     ) -> None:
         self._store, self._manifests, self._report = store, manifests, report
+        self._run = run
         self._state = FlatState(store, run, scratch, config)
         self._announced: Announced = fold(read_tombstones(store))
         self._avoid = set(self._announced.edges)  # for paths: given up, or found wrong
@@ -270,10 +272,18 @@ class _Checker:
             self._state.drop_packs()
 
     def _digest_of_full(self, task: _Task) -> int:
-        digest = 0
+        """Raises Corrupt also where the bytes are right and what ranged reads are checked by is not."""
+        total = 0
+        tiles = FullTiles(self._run, task.way, f"{task.key} in {self._store.url}")
         for tensor, start, data in self._state.full_tiles(task.way, task.key):
-            digest += digest_of(data, self._state.places[tensor] + start)
-        return digest & MASK
+            digest = digest_of(data, self._state.places[tensor] + start)
+            if tiles.known and tiles.at(tensor, start) != digest:
+                raise Corrupt(
+                    f"the tile of {self._run.tensors[tensor].name} at {start} has the digest {digest:016x}, "
+                    f"{task.key} says {tiles.at(tensor, start):016x}"
+                )
+            total += digest
+        return total & MASK
 
     def _wrong(self, task: _Task, reason: str) -> None:
         self._avoid.add(task.edge)

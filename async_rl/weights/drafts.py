@@ -9,30 +9,29 @@ every rank what the manifest will say.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+import numpy as np
 from msgspec import Struct
 
 from async_rl.errors import AsyncRLError, NotFound, WeightsError
 from async_rl.log import get_logger
 from async_rl.store.base import ObjectStore
-from async_rl.weights.changes import ChangedPacks, Cut, cut_tiles
-from async_rl.weights.codec import digest_of
+from async_rl.weights.changes import ChangedPacks
 from async_rl.weights.codec.digest import MASK
 from async_rl.weights.full import FullPacks
+from async_rl.weights.hashed import sum_of, tiles_of_rows, tiles_of_state, tiles_together
 from async_rl.weights.lineage import Pack, Way, admissible, read_claims, read_manifest
 from async_rl.weights.parallel import side_by_side
 from async_rl.weights.plan import Path, find_path
 from async_rl.weights.ranks import Ranks, Report, exchange
 from async_rl.weights.run import RunInfo
 from async_rl.weights.shards import Shards, State
-from async_rl.weights.surveys import digest_there
 
-__all__ = ["DeltaDraft", "Draft", "Finished", "WholeDraft", "path_to", "state_digest"]
+__all__ = ["DeltaDraft", "Draft", "Finished", "WholeDraft", "path_to"]
 
 log = get_logger(__name__)
 
@@ -92,7 +91,7 @@ class WholeDraft:
         self._ranks, self._store, self._full = ranks, store, full
         self._run, self._shards, self._state = run, shards, state
         self._parent, self._key = parent, key
-        self._digest: int | None = None
+        self._tiles: np.ndarray | None = None  # the state's tile digests
         self._verdict: _Verdict | None = None
         self._whole: dict[int, str] = {}
         self.finished: Finished | None = None
@@ -101,26 +100,27 @@ class WholeDraft:
 
     def attempt(self) -> AsyncRLError | None:
         if self._parent >= 0:
-            if self._digest is None:
-                self._digest = state_digest(self._ranks, self._run, self._shards, self._state)
+            if self._tiles is None:
+                self._tiles = tiles_of_state(self._ranks, self._run, self._shards, self._state)
             if self._verdict is None:
-                failure = self._judge(self._digest)
+                failure = self._judge(sum_of(self._tiles))
                 if self._verdict is None:
                     return failure
             if self._verdict.same:
-                self.finished = Finished(Way(base=self._parent, packs=(), total_bytes=0), self._digest)
+                way = Way(base=self._parent, packs=(), total_bytes=0)
+                self.finished = Finished(way, sum_of(self._tiles))
                 return None
         started = time.monotonic()
         with ThreadPoolExecutor(1, thread_name_prefix="digest") as beside:
-            if self._digest is None:
-                rows = beside.submit(_digest_of_rows, self._run, self._shards, self._state)
+            if self._tiles is None:
+                rows = beside.submit(tiles_of_rows, self._run, self._shards, self._state)
             failure = self._full.send(self._state, self._whole, self._key)
-            if self._digest is None:
-                self._digest = _total(self._ranks, rows.result())
+            if self._tiles is None:
+                self._tiles = tiles_together(self._ranks, rows.result())
         self.upload_s += time.monotonic() - started
-        way = self._full.way(self._whole, self._key)
-        if way is not None:
-            self.finished = Finished(way, self._digest)
+        full = self._full.way(self._whole, self._key, self._tiles)
+        if full is not None:
+            self.finished = Finished(full, sum_of(self._tiles))
         return failure
 
     def _judge(self, digest: int) -> AsyncRLError | None:
@@ -155,33 +155,6 @@ class _Written(Struct, frozen=True):
 class _Verdict(Struct, frozen=True):
     same: bool = False
     report: Report = Report()
-
-
-class _Digest(Struct, frozen=True):
-    part: int
-
-
-def state_digest(ranks: Ranks, run: RunInfo, shards: Shards, state: State) -> int:
-    """Collective: of the whole state."""
-    return _total(ranks, _digest_of_rows(run, shards, state))
-
-
-def _total(ranks: Ranks, part: int) -> int:
-    return sum(each.part for each in exchange(ranks, _Digest(part))) & MASK
-
-
-def _digest_of_rows(run: RunInfo, shards: Shards, state: State) -> int:
-    """What this rank's rows add to the state's digest."""
-
-    parts = list(shards.parts())
-    if state.on_device:
-        return digest_there(run, parts, state)
-
-    def of(cut: Cut) -> int:
-        bits = state.bits(run.tensors[cut.tensor].name)
-        return digest_of(bits[cut.start - cut.row_start : cut.stop - cut.row_start], cut.place)
-
-    return sum(side_by_side(of, cut_tiles(parts), len(os.sched_getaffinity(0)))) & MASK
 
 
 def _is_same(store: ObjectStore, parent: int, digest: int) -> bool:

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import hashlib
 import threading
-import uuid
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
+from typing import NamedTuple, Protocol, TypeVar
 
 from async_rl.errors import (
     AccessDenied,
@@ -28,14 +27,16 @@ from async_rl.errors import (
     WeightsError,
 )
 from async_rl.log import get_logger
-from async_rl.store.base import BLOCK_BYTES, ObjectStore
+from async_rl.store.base import ObjectStore
 from async_rl.weights.config import WeightsConfig
 from async_rl.weights.deltas import Tile, pack_tiles, table_of, tile_hash
 from async_rl.weights.files import part_file, sha256_of, write_at
+from async_rl.weights.full_tiles import FullTile
 from async_rl.weights.lineage import Pack
 from async_rl.weights.packs import TensorSpec
+from async_rl.weights.whole import Suspects, Turns, WholePack
 
-__all__ = ["BadPack", "Fetcher", "Turns", "holds"]
+__all__ = ["BadPack", "Fetcher", "PackTiles", "holds"]
 
 log = get_logger(__name__)
 
@@ -46,96 +47,32 @@ MERGE_GAP_BYTES = 64 << 10
 """Ranges with less than this between them are one request: a request takes as long as about this many bytes."""
 
 
+class _Stretch(Protocol):
+    """A tile of either kind: bytes of a pack."""
+
+    @property
+    def offset(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+
+
+AnyTile = TypeVar("AnyTile", bound=_Stretch)
+
+
+class PackTiles(NamedTuple):
+    """Tiles of a full pack, and the file that they belong into."""
+
+    pack: Pack
+    path: Path
+    tiles: Sequence[FullTile]  # as they follow one another
+
+
 class BadPack(Corrupt):
     """An object that can't be used: missing, cut short, damaged, or not what it should be. After a second try."""
 
     def __init__(self, key: str, message: str, *, hint: str = "") -> None:
         super().__init__(message, hint=hint)
         self.key = key
-
-
-class _Whole:
-    """A pack on its way. It is hashed in order while it arrives, by the threads that bring its parts: from memory
-    where a part comes in its turn, from the file where it came early."""
-
-    def __init__(self, pack: Pack, path: Path, part_bytes: int) -> None:
-        self.pack, self.path = pack, path
-        self.part = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.part")
-        self.starts = deque(range(0, pack.size, part_bytes) or [0])
-        """Where the parts that nobody has begun to bring begin."""
-        self.begun = False
-        self._part_bytes = part_bytes
-        self._lock = threading.Lock()
-        self._sha256 = hashlib.sha256()
-        self._hashed = 0
-        self._early: set[int] = set()  # parts (where they start) that are in the file, not yet hashed
-        self._hashing = False
-
-    def length(self, start: int) -> int:
-        """Of the part there."""
-        return min(self._part_bytes, self.pack.size - start)
-
-    def bring(self, start: int, blocks: Iterable[tuple[int, bytes]]) -> bool:
-        """Put a part, in blocks and with their places, into the file. Whether the whole pack is there now, and hashed
-        (said to one thread only)."""
-        with self._lock:
-            in_turn = start == self._hashed and not self._hashing
-            self._hashing |= in_turn
-        for at, block in blocks:
-            write_at(self.part, at, block)
-            if in_turn:
-                self._sha256.update(block)
-        with self._lock:
-            if in_turn:
-                self._hashed += self.length(start)
-            else:
-                self._early.add(start)
-                if self._hashing:
-                    return False  # the other one sees to it
-                self._hashing = True
-        return self._hash_early()
-
-    def _hash_early(self) -> bool:
-        """Hash the parts that follow and are in the file; whether that was the last one. By one thread at a time."""
-        while True:
-            with self._lock:
-                at = self._hashed
-                if at not in self._early:
-                    self._hashing = False
-                    return at == self.pack.size
-                self._early.remove(at)
-            end = at + self.length(at)
-            with self.part.open("rb", buffering=0) as file:
-                file.seek(at)
-                while at < end and (block := file.read(min(BLOCK_BYTES, end - at))):
-                    self._sha256.update(block)
-                    at += len(block)
-            self._hashed = end
-
-    @property
-    def right(self) -> bool:
-        return self._sha256.hexdigest() == self.pack.sha256
-
-
-class Turns:
-    """Which part a thread brings next: the next one of the pack it brought one of last; else the first of a pack that
-    nobody has begun; else it helps with the pack of which most is left. Thread-safe."""
-
-    def __init__(self, packs: Sequence[_Whole]) -> None:
-        self._packs = packs
-        self._lock = threading.Lock()
-        self._mine: dict[int, _Whole] = {}  # by thread
-
-    def next(self) -> tuple[_Whole, int]:
-        """To be asked as often as there are parts."""
-        with self._lock:
-            mine = self._mine.get(threading.get_ident())
-            if mine is None or not mine.starts:
-                fresh = (each for each in self._packs if not each.begun)
-                mine = next(fresh, None) or max(self._packs, key=lambda each: len(each.starts))
-                self._mine[threading.get_ident()] = mine
-            mine.begun = True
-            return mine, mine.starts.popleft()
 
 
 class Fetcher:
@@ -152,12 +89,15 @@ class Fetcher:
         """Whoever is fetching gets a WeightsError soon, and so does whoever tries to."""
         self._stopped = True
 
-    def whole(self, wanted: Sequence[tuple[Pack, Path]], report: Report) -> None:
-        """Every pack under its path, verified. Those that are whole stay when another one fails.
+    def whole(
+        self, wanted: Sequence[tuple[Pack, Path]], report: Report, suspects: Suspects | None = None
+    ) -> None:
+        """Every pack under its path, verified. Those that are whole stay when another one fails. Of one that differs
+        from its hash the `suspects` are fetched once more (None: all of it).
 
         Raises BadPack, StoreErrors, OSError.
         """
-        packs = [_Whole(pack, path, self._config.fetch_part_bytes) for pack, path in wanted]
+        packs = [WholePack(pack, path, self._config.fetch_part_bytes, suspects) for pack, path in wanted]
         turns = Turns(packs)
         try:
             for each in packs:
@@ -204,6 +144,17 @@ class Fetcher:
             groups = _merged([tile for tile in rows if needed(tile)], self._config.fetch_part_bytes)
             self._run([lambda g=group: self._bring_tiles(pack, part, g) for group in groups], report)  # type: ignore[misc]
 
+    def full_tiles(self, wanted: Sequence[PackTiles], report: Report) -> None:
+        """Of full packs only these tiles, each verified and then put into its place in a file of the pack's size.
+        Only tiles that follow one another are asked for together: no byte of another one is read. What is there
+        stays when something fails. In memory: a tile per thread.
+
+        Raises BadPack, StoreErrors, OSError.
+        """
+        limit = self._config.fetch_part_bytes
+        groups = [(each, group) for each in wanted for group in _merged(each.tiles, limit, gap=0)]
+        self._run([lambda e=each, g=group: self._bring_full(e, g) for each, group in groups], report)  # type: ignore[misc]
+
     def _checked(
         self, pack: Pack, start: int, length: int, right: Callable[[bytes], bool], what: str
     ) -> bytes:
@@ -214,11 +165,7 @@ class Fetcher:
             if right(data):
                 return data
             log.warning("bytes differ from their hash, fetching them again", key=pack.key, part=what)
-        raise BadPack(
-            pack.key,
-            f"{pack.key} in {self._store.url}: {what} differs from its hash, twice",
-            hint="the object is damaged: `async-rl weights verify` tells which versions are affected",
-        )
+        raise self._damaged(pack, f": {what} differs from its hash, twice")
 
     def _run(self, jobs: Iterable[Callable[[], int]], report: Report) -> None:
         done = 0
@@ -237,25 +184,26 @@ class Fetcher:
             raise
         pool.shutdown()
 
-    def _bring(self, each: _Whole, start: int) -> int:
+    def _bring(self, each: WholePack, start: int) -> int:
         length = each.length(start)
         if each.bring(start, self._blocks(each.pack, start, length)):
             self._finish(each)
         return length
 
-    def _finish(self, each: _Whole) -> None:
+    def _finish(self, each: WholePack) -> None:
         """All parts are there: verify, once more after a second fetch."""
         pack = each.pack
         if not each.right:
-            log.warning("a pack's bytes differ from their hash, fetching it again", key=pack.key)
-            for at, block in self._blocks(pack, 0, pack.size):
-                write_at(each.part, at, block)
+            again = each.suspects(pack, each.part) or [(0, pack.size)]
+            nbytes = sum(length for _, length in again)
+            log.warning(
+                "a pack's bytes differ from their hash, fetching them again", key=pack.key, bytes=nbytes
+            )
+            for start, length in again:
+                for at, block in self._blocks(pack, start, length):
+                    write_at(each.part, at, block)
             if sha256_of(each.part) != pack.sha256:
-                raise BadPack(
-                    pack.key,
-                    f"{pack.key} in {self._store.url} differs from the hash in its manifest, twice",
-                    hint="the object is damaged: `async-rl weights verify` tells which versions are affected",
-                )
+                raise self._damaged(pack, " differs from the hash in its manifest, twice")
         each.part.replace(each.path)
 
     def _bring_tiles(self, pack: Pack, part: Path, tiles: list[Tile]) -> int:
@@ -273,6 +221,42 @@ class Fetcher:
             part, start, self._checked(pack, start, length, right, f"a tile in {length} bytes at {start}")
         )
         return length
+
+    def _bring_full(self, wanted: PackTiles, tiles: Sequence[FullTile]) -> int:
+        """Tiles without anything between them: in one request, but for those that come damaged."""
+        pack, start = wanted.pack, tiles[0].offset
+        length = tiles[-1].offset + tiles[-1].size - start
+        buffer = memoryview(bytearray(max(tile.size for tile in tiles)))
+        coming, filled = iter(tiles), 0
+        tile = next(coming)
+        for _, block in self._blocks(pack, start, length):
+            left = memoryview(block)
+            while left:
+                taken = min(len(left), tile.size - filled)
+                buffer[filled : filled + taken] = left[:taken]
+                left, filled = left[taken:], filled + taken
+                if filled == tile.size:
+                    self._keep(wanted, tile, buffer[:filled])
+                    tile, filled = next(coming, tile), 0
+        return length
+
+    def _keep(self, wanted: PackTiles, tile: FullTile, data: memoryview) -> None:
+        """Into its place, if it is right; else after a second fetch, or not at all."""
+        pack = wanted.pack
+        if not tile.right(data):
+            what = f"a tile ({tile.size} bytes at {tile.offset})"
+            log.warning("bytes differ from their hash, fetching them again", key=pack.key, part=what)
+            data = memoryview(b"".join(block for _, block in self._blocks(pack, tile.offset, tile.size)))
+            if not tile.right(data):
+                raise self._damaged(pack, f": {what} differs from its digest, twice")
+        write_at(wanted.path, tile.offset, data)
+
+    def _damaged(self, pack: Pack, what: str) -> BadPack:
+        return BadPack(
+            pack.key,
+            f"{pack.key} in {self._store.url}{what}",
+            hint="the object is damaged: `async-rl weights verify` tells which versions are affected",
+        )
 
     def _blocks(self, pack: Pack, start: int, length: int) -> Iterator[tuple[int, bytes]]:
         """A range, block by block with their places. Asked for twice where the answer is short or the object seems to
@@ -327,13 +311,13 @@ def holds(path: Path, pack: Pack) -> bool:
     return path.is_file() and path.stat().st_size == pack.size and sha256_of(path) == pack.sha256
 
 
-def _merged(tiles: Sequence[Tile], limit: int) -> list[list[Tile]]:
-    """Neighbours together, up to about `limit` bytes."""
-    groups: list[list[Tile]] = []
+def _merged(tiles: Iterable[AnyTile], limit: int, gap: int = MERGE_GAP_BYTES) -> list[list[AnyTile]]:
+    """Neighbours with up to `gap` bytes between them together, up to about `limit` bytes."""
+    groups: list[list[AnyTile]] = []
     for tile in sorted(tiles, key=lambda tile: tile.offset):
         if groups:
             begin, end = groups[-1][0].offset, groups[-1][-1].offset + groups[-1][-1].size
-            if tile.offset - end <= MERGE_GAP_BYTES and tile.offset + tile.size - begin <= limit:
+            if tile.offset - end <= gap and tile.offset + tile.size - begin <= limit:
                 groups[-1].append(tile)
                 continue
         groups.append([tile])

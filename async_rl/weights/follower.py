@@ -12,32 +12,34 @@ wrong, and what then happens:
     the store is away                                                   StoreUnavailable; what was fetched stays
     killed                                                              see shadow.py; packs that are whole stay
 
-Memory: fetch_parallel blocks of 256 KiB, besides the mapped files. Disk: the shadow, and the packs of the path;
+Memory: fetch_parallel blocks of 256 KiB (who needs only a part: as many requests for tiles of a delta, or tiles of
+2 MiB of a full state), besides the mapped files. Disk: the shadow, and the packs of the path;
 another shadow beside it while a full state is fetched (where there is no room for both, the old one goes first).
 """
 
 from __future__ import annotations
 
 import itertools
-import mmap
 import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from async_rl.errors import Corrupt, NotFound, WeightsError
 from async_rl.log import get_logger
 from async_rl.store.base import ObjectStore
 from async_rl.weights.codec.digest import MASK
 from async_rl.weights.config import WeightsConfig
-from async_rl.weights.deltas import Tile, pack_tiles, table_of
+from async_rl.weights.deltas import pack_tiles, table_of
 from async_rl.weights.fetch import BadPack, Fetcher, holds
-from async_rl.weights.files import FolderLock, disk_errors, write_at
+from async_rl.weights.files import FolderLock, disk_errors
+from async_rl.weights.full_tiles import FullTiles
 from async_rl.weights.gc import dead_edges
 from async_rl.weights.lineage import Manifest, Pack, Way, read_manifest
-from async_rl.weights.packs import header
+from async_rl.weights.needed import Needed, mapped_bytes
 from async_rl.weights.parallel import side_by_side
 from async_rl.weights.plan import NOTHING, Hop, find_path
 from async_rl.weights.plan import Path as Route
@@ -54,6 +56,7 @@ from async_rl.weights.shadow import (
     shards_in,
     tile_ranges,
 )
+from async_rl.weights.whole import Suspects
 
 __all__ = ["Follower", "Progress"]
 
@@ -101,6 +104,9 @@ class Follower:
         self._folder, self._incoming = folder, incoming
         self._needs = None if needs is None else tile_ranges(run, needs)
         self._fetcher = Fetcher(store, config)
+        self._part: Needed | None = None
+        if self._needs is not None:
+            self._part = Needed(store, run, self._fetcher, incoming, self._needs)
         self._mutex = threading.Lock()
         self._lock: FolderLock | None = None
         self._adopted = False
@@ -235,7 +241,9 @@ class Follower:
             digest = mapped.digest(self._needs or full_ranges(self._run))
             if f"{digest:016x}" == wanted:
                 log.info("the copy of the weights is whole", version=held.version, folder=str(self._folder))
-                return Shadow(self._folder, mapped, held.version, digest, self._needs)
+                told = int(held.whole, 16) if held.whole else None
+                whole = self._whole_digest(digest, told)
+                return Shadow(self._folder, mapped, held.version, digest, self._needs, whole)
             reason = f"its digest is {digest:016x}, that of version {held.version} is {wanted}"
         except (WeightsError, NotFound, OSError) as error:
             reason = str(error)
@@ -276,9 +284,9 @@ class Follower:
         shadow = self._shadow
         if shadow is None or shadow.version != manifest.version:
             raise Corrupt(f"{route.describe()} does not lead to version {manifest.version}")
-        if self._needs is None and f"{shadow.digest:016x}" != manifest.digest:
+        if shadow.whole is not None and f"{shadow.whole:016x}" != manifest.digest:
             # Without a hop, that is: a version that was replaced under its number.
-            raise _Spoilt(_other_digest(manifest, shadow.digest), None)
+            raise _Spoilt(_other_digest(manifest, shadow.whole), None)
         log.info(
             "version in the shadow",
             version=manifest.version,
@@ -301,8 +309,8 @@ class Follower:
     def _fetch(self, route: Route, said: _Monotone) -> None:
         if route.hops and route.hops[0].way.base < 0 and self._needs is None:
             self._keep_shards(route.hops[0])
-        if self._needs is not None:
-            return self._fetch_needed(route, said)
+        if self._part is not None:
+            return self._fetch_part(self._part, route, said)
         packs = list({pack.sha256: pack for hop in route.hops for pack in hop.way.packs}.values())
         there = side_by_side(lambda pack: holds(self._file_of(pack), pack), packs, THREADS)
         missing = {pack.sha256: pack for pack, have in zip(packs, there, strict=True) if not have}
@@ -315,9 +323,49 @@ class Follower:
                 self._fetcher.whole(
                     [(pack, self._file_of(pack)) for pack in missing.values()],
                     lambda done: said((have + done) / max(1, route.nbytes)),
+                    self._suspects(route),
                 )
             except BadPack as error:
                 raise _BadEdge(_hop_with(route, error.key), error) from error
+
+    def _suspects(self, route: Route) -> Suspects | None:
+        """What to fetch again of a pack that is not what its hash says, where its tiles can tell."""
+        full = next((hop for hop in route.hops if hop.way.base < 0), None)
+        if full is None:
+            return None
+        tiles = self._tiles_of(full)
+        numbers = {pack.sha256: number for number, pack in enumerate(full.way.packs)}
+
+        def suspects(pack: Pack, path: Path) -> list[tuple[int, int]]:
+            number = numbers.get(pack.sha256)
+            if number is None or not tiles.known:
+                return []
+            return tiles.wrong_in(number, mapped_bytes(path))
+
+        return suspects
+
+    def _fetch_part(self, part: Needed, route: Route, said: _Monotone) -> None:
+        done = 0
+        for hop in route.hops:
+
+            def report(now: int, done: int = done) -> None:
+                said((done + now) / max(1, route.nbytes))
+
+            try:
+                part.fetch(hop.way, self._name(hop), report)
+            except Corrupt as error:
+                raise _BadEdge(hop, error) from error
+            done += hop.way.total_bytes
+            said(done / max(1, route.nbytes))
+
+    def _tiles_of(self, hop: Hop) -> FullTiles:
+        try:
+            return FullTiles(self._run, hop.way, self._name(hop))
+        except Corrupt as error:
+            raise _BadEdge(hop, error) from error
+
+    def _name(self, hop: Hop) -> str:
+        return f"{hop.key} in {self._store.url}"
 
     def _keep_shards(self, hop: Hop) -> None:
         """Files of a shadow that was torn may be packs of this full way all the same."""
@@ -350,11 +398,15 @@ class Follower:
         """The packs become the shadow's files. `wanted`: the manifest, if this is its version."""
         files = [self._file_of(pack) for pack in hop.way.packs]
         try:
-            check_contents(self._run, files, hop.way.weight_map, f"{hop.key} in {self._store.url}")
+            check_contents(self._run, files, hop.way.weight_map, self._name(hop))
             mapped = Mapped(self._run, files, hop.way.weight_map)
             digest = mapped.digest(self._needs or full_ranges(self._run))
-            if wanted is not None and self._needs is None and f"{digest:016x}" != wanted.digest:
-                raise Corrupt(_other_digest(wanted, digest))
+            tiles = self._tiles_of(hop)
+            if tiles.known:
+                self._check_tiles(hop, tiles, digest)
+            whole = self._whole_digest(digest, tiles.digest() if tiles.known else None)
+            if wanted is not None and whole is not None and f"{whole:016x}" != wanted.digest:
+                raise Corrupt(_other_digest(wanted, whole))
         except Corrupt as error:
             raise _BadEdge(hop, error) from error
         self._drop()
@@ -367,26 +419,40 @@ class Follower:
         for file, path in zip(files, mapped.files, strict=True):
             file.replace(path)
         shadow = Shadow(self._folder, mapped, hop.version, digest, self._needs)
-        shadow.settle(hop.version, digest)
+        shadow.settle(hop.version, digest, whole)
         self._shadow = shadow
+
+    def _check_tiles(self, hop: Hop, tiles: FullTiles, digest: int) -> None:
+        """That what came to lie in the files is what the digests of its tiles say."""
+        wanted = tiles.digest(self._needs)
+        if wanted != digest:
+            raise Corrupt(
+                f"what {self._name(hop)} leads to has the digest {digest:016x}, the digests of its tiles make "
+                f"{wanted:016x}"
+            )
+
+    def _whole_digest(self, held: int, told: int | None) -> int | None:
+        """Of the whole state: of what is held, if that is all; else what the tables told; None: it is not known."""
+        return held if self._needs is None else told
 
     # ---------------------------------------------------------------- deltas
 
-    def _read_tiles(self, hop: Hop) -> list[FetchedTile]:
+    def _read_tiles(self, hop: Hop) -> _Change:
         """All tiles of a hop (those needed), checked to fit the run and one another."""
         found: list[FetchedTile] = []
-        changed = 0
+        changed = moved = 0
         try:
             for pack in hop.way.packs:
                 what = f"{pack.key} in {self._store.url}"
-                data = _mapped_bytes(self._file_of(pack))
+                data = mapped_bytes(self._file_of(pack))
                 table = bytes(data[table_of(pack, what).start :])
                 tiles = pack_tiles(pack, table, self._run.tensors, what)
                 changed += sum(tile.changed for tile in tiles)
+                moved += sum(tile.moved for tile in tiles)
                 found += [
                     FetchedTile(tile, data[tile.offset : tile.offset + tile.size], pack.key)
                     for tile in tiles
-                    if self._needed(tile)
+                    if self._part is None or self._part.tile(tile)
                 ]
             found.sort(key=lambda coded: (coded.tile.tensor, coded.tile.start))
             for left, right in itertools.pairwise(found):
@@ -400,9 +466,9 @@ class Follower:
                 )
         except Corrupt as error:
             raise _BadEdge(hop, error) from error
-        return found
+        return _Change(found, moved & MASK)
 
-    def _apply(self, hop: Hop, tiles: Sequence[FetchedTile], wanted: Manifest | None) -> None:
+    def _apply(self, hop: Hop, change: _Change, wanted: Manifest | None) -> None:
         shadow = self._shadow
         edge = (hop.way.base, hop.version)
         if shadow is None or shadow.version != hop.way.base:
@@ -410,82 +476,22 @@ class Follower:
         self._shadow = None  # until it is a state again
         shadow.begin()
         try:
-            digest = (shadow.digest + shadow.apply(tiles)) & MASK
+            digest = (shadow.digest + shadow.apply(change.tiles)) & MASK
         except Corrupt as error:
             raise _Spoilt(error.message, edge) from error
-        if wanted is not None and self._needs is None and f"{digest:016x}" != wanted.digest:
-            raise _Spoilt(_other_digest(wanted, digest), None)
-        shadow.settle(hop.version, digest)
+        told = None if shadow.whole is None else (shadow.whole + change.moved) & MASK
+        whole = self._whole_digest(digest, told)
+        if wanted is not None and whole is not None and f"{whole:016x}" != wanted.digest:
+            raise _Spoilt(_other_digest(wanted, whole), None)
+        shadow.settle(hop.version, digest, whole)
         self._shadow = shadow
 
-    # ---------------------------------------------------------------- only what is needed
 
-    def _needed(self, tile: Tile) -> bool:
-        """Raises Corrupt for a tile that is needed in part."""
-        if self._needs is None:
-            return True
-        start, stop = self._needs[tile.tensor]
-        if tile.start >= stop or tile.start + tile.elements <= start:
-            return False
-        if tile.start < start or tile.start + tile.elements > stop:
-            name = self._run.tensors[tile.tensor].name
-            raise Corrupt(
-                f"a tile at {tile.start}+{tile.elements} of {name} crosses a multiple of the tile size"
-            )
-        return True
+class _Change(NamedTuple):
+    """A delta."""
 
-    def _fetch_needed(self, route: Route, said: _Monotone) -> None:
-        done = 0
-        for hop in route.hops:
-            for pack in hop.way.packs:
-                begun = done
-
-                def report(now: int, begun: int = begun) -> None:
-                    said((begun + now) / max(1, route.nbytes))
-
-                with disk_errors(self._folder, pack.size):
-                    try:
-                        if hop.way.base < 0:
-                            self._fetch_part_of_full(hop, pack, report)
-                        else:
-                            self._fetcher.tiles(
-                                pack, self._file_of(pack), self._run.tensors, self._needed, report
-                            )
-                    except Corrupt as error:
-                        raise _BadEdge(hop, error) from error
-                done += pack.size
-                said(done / max(1, route.nbytes))
-
-    def _fetch_part_of_full(self, hop: Hop, pack: Pack, report: Callable[[int], None]) -> None:
-        """A full pack has one hash over all of it, so it is read and verified whole; of its bytes the needed ones are
-        kept, in a file that is otherwise a hole. A pack with nothing that is needed is not read."""
-        assert self._needs is not None
-        number = hop.way.packs.index(pack)
-        specs = [spec for spec in self._run.tensors if hop.way.weight_map.get(spec.name) == number]
-        spans = {spec.name: span for spec, span in zip(self._run.tensors, self._needs, strict=True)}
-        head = header(specs, self._run.dtype)
-        if len(head) + sum(spec.nbytes for spec in specs) != pack.size:
-            raise BadPack(pack.key, f"{pack.key} in {self._store.url} is not laid out as its manifest says")
-        path, whole = self._file_of(pack), self._incoming / f"{pack.sha256}.whole"
-        with path.open("wb") as file:
-            file.write(head)
-            file.truncate(pack.size)
-        if all(start == stop for start, stop in (spans[spec.name] for spec in specs)):
-            return
-        self._fetcher.whole([(pack, whole)], report)
-        try:
-            content = _mapped_bytes(whole)
-            if content[: len(head)] != head:
-                raise BadPack(
-                    pack.key, f"{pack.key} in {self._store.url} has another header than it should"
-                )
-            at = len(head)
-            for spec in specs:
-                start, stop = (at + 2 * element for element in spans[spec.name])
-                write_at(path, start, content[start:stop])
-                at += spec.nbytes
-        finally:
-            whole.unlink()
+    tiles: list[FetchedTile]  # those needed
+    moved: int  # what all of them add to the digest of the whole state
 
 
 class _Monotone:
@@ -509,8 +515,3 @@ def _other_digest(manifest: Manifest, found: int) -> str:
         f"version {manifest.version} should have the digest {manifest.digest}, what its packs make has "
         f"{found:016x}"
     )
-
-
-def _mapped_bytes(path: Path) -> memoryview:
-    with path.open("rb") as file:
-        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))

@@ -21,16 +21,18 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TypeVar
 
+import numpy as np
 import torch
-from msgspec import Struct
+from msgspec import UNSET, Struct
 
 from async_rl.errors import AsyncRLError, WeightsError
 from async_rl.log import get_logger
 from async_rl.store.base import ObjectStore
+from async_rl.weights.full_tiles import tile_digests
 from async_rl.weights.lineage import Pack, Way
 from async_rl.weights.packs import PackPlan, Transfer, assign_owners, plan_packs, schedule
 from async_rl.weights.ranks import Ranks, exchange
-from async_rl.weights.run import RunInfo
+from async_rl.weights.run import TILES_SINCE, RunInfo
 from async_rl.weights.shards import Shards, State
 
 __all__ = ["FullPacks"]
@@ -71,6 +73,7 @@ class FullPacks:
         self, store: ObjectStore, run: RunInfo, ranks: Ranks, shards: Shards, pack_bytes: int
     ) -> None:
         self._store, self._ranks, self._shards = store, ranks, shards
+        self._says_tiles = run.format >= TILES_SINCE
         self.plans: tuple[PackPlan, ...] = plan_packs(run.tensors, run.dtype, pack_bytes)
         self._owners = assign_owners([plan.nbytes for plan in self.plans], ranks.size)
         largest = max(plan.nbytes for plan in self.plans)
@@ -128,8 +131,8 @@ class FullPacks:
             whole |= each.packs
         return outgoing.failure
 
-    def way(self, whole: dict[int, str], key: Callable[[int, int], str]) -> Way | None:
-        """To the state, once all of its packs are whole."""
+    def way(self, whole: dict[int, str], key: Callable[[int, int], str], tiles: np.ndarray) -> Way | None:
+        """To the state, once all of its packs are whole. `tiles`: uint64, the digests of its tiles."""
         if len(whole) < len(self.plans):
             return None
         packs = tuple(
@@ -137,7 +140,9 @@ class FullPacks:
             for index, plan in enumerate(self.plans)
         )
         weight_map = {spec.name: index for index, plan in enumerate(self.plans) for spec in plan.tensors}
-        return Way(-1, packs, sum(pack.size for pack in packs), weight_map)
+        total = sum(pack.size for pack in packs)
+        digests = tile_digests(tiles) if self._says_tiles else UNSET
+        return Way(-1, packs, total, weight_map, tile_digests=digests)
 
     def _move(self, state: State, transfer: Transfer, writer: _PackWriter | None) -> None:
         """One tensor to its owner, who passes it to `writer`."""

@@ -24,7 +24,7 @@ from enum import Enum
 from typing import Annotated, Literal, TypeVar
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from async_rl.errors import AlreadyExists, Corrupt, Fenced, NotFound, WeightsError
 from async_rl.log import get_logger
@@ -104,6 +104,7 @@ class Way(Struct, frozen=True):
     weight_map: dict[str, Count] = {}  # full: tensor name -> index into packs
     changed: Count = 0  # delta: weights that it changes
     small: bool = False  # delta: some tiles can't be read without the base's weights (codec.Mode.SMALL)
+    tile_digests: bytes | UnsetType = UNSET  # full: see full_tiles.py; unset in runs of formats before 5
 
     @property
     def kind(self) -> str:
@@ -295,6 +296,8 @@ def check_way(way: Way, version: int, what: str) -> None:
         raise Corrupt(f"{what} leads from version {way.base} to {version}")
     if way.base >= 0 and any(pack.table is None for pack in way.packs):
         raise Corrupt(f"{what} is a delta with a pack that has no table")
+    if way.base >= 0 and way.tile_digests is not UNSET:
+        raise Corrupt(f"{what} is a delta with digests of the tiles of a full state")
     if sum(pack.size for pack in way.packs) != way.total_bytes:
         raise Corrupt(f"{what} gives {way.total_bytes} bytes for packs of another size")
 

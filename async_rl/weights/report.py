@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from msgspec import Struct
+import msgspec
+from msgspec import UNSET, Struct
 
 from async_rl.errors import Corrupt, NotFound, WeightsError
 from async_rl.store.base import ObjectStore
 from async_rl.weights import gc
 from async_rl.weights.codec import Mode
 from async_rl.weights.deltas import Tile, pack_tiles
+from async_rl.weights.full_tiles import FullTiles
 from async_rl.weights.garbage import PACKS, fold
 from async_rl.weights.lineage import (
     Manifest,
@@ -79,7 +81,7 @@ class WayTo(Struct, frozen=True):
 class PackBytes(Struct, frozen=True):
     key: str
     nbytes: int
-    tiles: int
+    tiles: int  # that can be read and verified by themselves
 
 
 class TensorBytes(Struct, frozen=True):
@@ -237,15 +239,17 @@ def show(store: ObjectStore, run: RunInfo, manifest: Manifest, base: int | None 
             )
         chosen = matching[-1]
     tables = side_by_side(lambda pack: _tiles(store, run, pack), chosen.packs)
+    counts = [len(tiles) for tiles in tables] if chosen.base >= 0 else _full_tiles(store, run, chosen)
+    # They are of no use to people, and longer than all the rest.
+    own = msgspec.structs.replace(manifest.way, tile_digests=UNSET)
     return Shown(
-        manifest=manifest,
+        manifest=msgspec.structs.replace(manifest, way=own),
         ignored=not admissible(manifest, read_claims(store)),
         ways=tuple(way for way, _ in ways),
         paths=tuple(_paths(store, manifest, dead)),
         base=chosen.base,
         packs=tuple(
-            PackBytes(pack.key, pack.size, len(tiles))
-            for pack, tiles in zip(chosen.packs, tables, strict=True)
+            PackBytes(pack.key, pack.size, count) for pack, count in zip(chosen.packs, counts, strict=True)
         ),
         modes=tuple(_modes(tables)),
         tensors=tuple(_by_tensor(run, chosen, tables)),
@@ -285,6 +289,13 @@ def _tiles(store: ObjectStore, run: RunInfo, pack: Pack) -> list[Tile]:
     except Corrupt as error:
         hint = "the object is damaged: async-rl weights verify tells what depends on it"
         raise Corrupt(error.message, hint=hint) from error
+
+
+def _full_tiles(store: ObjectStore, run: RunInfo, way: Way) -> list[int]:
+    """How many of each pack can be read by themselves."""
+    tiles = FullTiles(run, way, f"a full way of {store.url}")
+    packs = range(len(way.packs))
+    return [len(list(tiles.in_pack(number))) if tiles.known else 0 for number in packs]
 
 
 def _modes(tables: Sequence[Sequence[Tile]]) -> Iterable[ModeBytes]:

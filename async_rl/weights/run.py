@@ -36,6 +36,8 @@ from async_rl.weights.packs import TensorSpec
 
 __all__ = [
     "FORMAT",
+    "READABLE",
+    "TILES_SINCE",
     "ModelFile",
     "RunInfo",
     "Shaped",
@@ -49,8 +51,15 @@ __all__ = [
 
 log = get_logger(__name__)
 
-FORMAT = 4
-"""Of run.json and everything it implies. Another number is refused: its packs would seem to be damaged."""
+FORMAT = 5
+"""Of run.json and everything it implies: what a new run gets."""
+
+READABLE = (4, FORMAT)
+"""Formats that are read, and gone on with as they are. Another number is refused: its objects would seem to be
+damaged. 4 has no Way.tile_digests: who reads that would take a manifest with them for one that was edited."""
+
+TILES_SINCE = 5
+"""The format from which on full ways have digests of their tiles (full_tiles.py)."""
 
 RUN_KEY = "run.json"
 MODEL_PREFIX = "model/"
@@ -350,9 +359,10 @@ def _read_run(store: ObjectStore) -> RunInfo:
     data = store.get(RUN_KEY)
     try:
         number = msgspec.json.decode(data, type=_Format).format
-        if number != FORMAT:
+        if number not in READABLE:
             raise WeightsError(
-                f"the run {store.url} is of format {number}, this async-rl reads format {FORMAT}",
+                f"the run {store.url} is of format {number}, this async-rl reads formats "
+                f"{READABLE[0]} to {FORMAT}",
                 hint="upgrade async-rl on this machine to the trainer's version"
                 if number > FORMAT
                 else "read it with the async-rl that its trainer had, or begin a new run at another URL",

@@ -64,6 +64,7 @@ class Held(Struct, frozen=True):
     files: tuple[str, ...]
     weight_map: dict[str, int]  # tensor name -> index into files
     needs: dict[str, tuple[int, int]] | None = None  # elements held of each tensor; None: all
+    whole: str = ""  # digest of the state that they are a part of; empty: all is held, or it is not known
 
 
 class FetchedTile(NamedTuple):
@@ -121,11 +122,18 @@ class Shadow:
     """A folder whose files are the state of `version`."""
 
     def __init__(
-        self, folder: Path, mapped: Mapped, version: int, digest: int, ranges: Ranges | None
+        self,
+        folder: Path,
+        mapped: Mapped,
+        version: int,
+        digest: int,
+        ranges: Ranges | None,
+        whole: int | None = None,
     ) -> None:
-        """`ranges`: None where all elements are held."""
+        """`digest`: of the elements held. `ranges`: None where that are all. `whole`: the digest of the whole state,
+        of which they may be a part; None where it is not known."""
         self.folder, self.mapped = folder, mapped
-        self.version, self.digest = version, digest
+        self.version, self.digest, self.whole = version, digest, whole
         self.needs = ranges
 
     @property
@@ -136,8 +144,8 @@ class Shadow:
         """From here on the files are no version's state, until `settle`."""
         (self.folder / HELD).unlink(missing_ok=True)
 
-    def settle(self, version: int, digest: int) -> None:
-        self.version, self.digest = version, digest
+    def settle(self, version: int, digest: int, whole: int | None) -> None:
+        self.version, self.digest, self.whole = version, digest, whole
         run = self.mapped.run
         needs = None
         if self.needs is not None:
@@ -149,6 +157,7 @@ class Shadow:
             tuple(file.name for file in self.mapped.files),
             self.mapped.weight_map,
             needs,
+            f"{whole:016x}" if needs is not None and whole is not None else "",
         )
         write_whole(self.folder / HELD, msgspec.json.encode(held))
 

@@ -71,9 +71,10 @@ class Subscriber:
     ) -> None:
         """`needs`: first and last + 1 of the elements needed of each tensor (flat, in its Hugging Face layout); None:
         everything, as the engines of one host share a shadow. With it only the tiles around them are read, and the
-        files are holes elsewhere. The digest of the whole state can then not be compared: every tile is checked by
-        its hash and by what it must do to the digest, full states by the hash of their packs (which are read whole
-        where they hold anything needed), and a scrub by the sum of what was verified.
+        files are holes elsewhere. A delta's tile is checked by its hash and by what it must do to the digest, a full
+        state's by its digest, and what all tiles together say by the manifest's; a scrub goes by the sum of what was
+        verified. (Full versions of runs before format 5 say nothing of their tiles: packs that hold anything needed
+        are read and verified whole, and the manifest's digest can't be compared.)
         """
         self.store, self.run, self.config = store, run, config
         folder = cache_dir / run.run

@@ -10,19 +10,21 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from itertools import groupby
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from async_rl.weights.codec import TILE, Found
-from async_rl.weights.codec.tensors import digest, survey, unsigned
+from async_rl.weights.codec.tensors import digest, survey
 from async_rl.weights.run import RunInfo
-from async_rl.weights.shards import Part, State, no_room
+from async_rl.weights.shards import State, no_room
 
 if TYPE_CHECKING:
     from async_rl.weights.changes import Cut
 
-__all__ = ["Surveys", "digest_there", "windows"]
+__all__ = ["Surveys", "digests_there", "windows"]
 
 WINDOW = 4 * TILE
 """Elements surveyed together: a survey takes up to 200 MB of the device's memory for a moment, and waits for the
@@ -86,13 +88,18 @@ def windows(cuts: Sequence[Cut]) -> Iterator[range]:
             first = at
 
 
-def digest_there(run: RunInfo, parts: Sequence[Part], state: State) -> int:
-    """What this rank's rows add to the state's digest. The weights stay where they are."""
-    total = 0
-    for part in parts:
-        name = run.tensors[part.tensor].name
-        with state.beside(
-            name
-        ):  # what comes to the host has waited for the work of this stream, not of another
-            total += int(digest(state.values(name), part.place + part.start))
-    return unsigned(total)
+def digests_there(run: RunInfo, cuts: Sequence[Cut], state: State) -> np.ndarray:
+    """uint64 [cuts]: what the elements of each add to the state's digest. The weights stay where they are; the host
+    waits for the device once per tensor."""
+    found = [np.zeros(0, np.uint64)]
+    for tensor, group in groupby(cuts, key=lambda cut: cut.tensor):
+        name = run.tensors[tensor].name
+        # What comes to the host has waited for the work of this stream, not of another.
+        with state.beside(name):
+            values = state.values(name)
+            sums = [
+                digest(values[cut.start - cut.row_start : cut.stop - cut.row_start], cut.place)
+                for cut in group
+            ]
+            found.append(torch.stack(sums).cpu().numpy().view(np.uint64))
+    return np.concatenate(found)

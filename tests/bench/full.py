@@ -4,6 +4,7 @@ On the loopback, with a real S3 server, a publisher's and a reader's process (13
 
     publish   a run's first version, hashed and committed, against put_object of its packs, eight side by side
     fetch     into an empty cache folder, hashed, digest compared, against ranged gets of its packs into files
+    half      the first half of the tensors only, against all of them
     memory    the most that a process held of its own above what it held before, as a multiple of the 16-bit
               model. Mapped files (the reader's shadow is one) are not counted: one model more, on disk or in
               shared memory
@@ -98,7 +99,7 @@ def run(scratch: Path, console: Console) -> list[Claim]:
 
 
 def speed(publisher: Remote, reader: Remote, url: str) -> list[Claim]:
-    times: dict[str, list[float]] = {"publish": [], "put": [], "fetch": [], "get": []}
+    times: dict[str, list[float]] = {"publish": [], "put": [], "fetch": [], "get": [], "half": []}
     cpu: dict[str, list[float]] = {what: [] for what in times}
     sizes: list[int] = []
     for repeat in range(REPEATS + 1):  # the first one is a warm-up
@@ -108,13 +109,28 @@ def speed(publisher: Remote, reader: Remote, url: str) -> list[Claim]:
         answers["put"] = publisher.ask("bare_packs", prefix=f"bare/{repeat}")
         answers["fetch"] = reader.ask("fetch_again", url=run, name=f"again-{repeat}")
         answers["get"] = reader.ask("bare_packs", prefix=f"bare/{repeat}", sizes=sizes)
+        answers["half"] = reader.ask("fetch_again", url=run, name=f"half-{repeat}", half=True)
         for what, answer in answers.items():
             times[what].append(answer["ended"] - answer["began"])
             cpu[what].append(answer["cpu_s"])
     median = {what: statistics.median(each[1:]) for what, each in times.items()}
     cpu_s = {what: statistics.median(each[1:]) for what, each in cpu.items()}
     rate = {what: sum(sizes) / 1e9 / seconds for what, seconds in median.items()}
-    return [
+    half = answers["half"]
+    rate["half"] = half["bytes"] / 1e9 / median["half"]
+    parts = [
+        Claim(
+            "half of a full version: bytes read / needed", half["bytes"] / half["needed"], "x", at_most=1.0
+        ),
+        Claim(
+            "half of a full version: speed / the whole's",
+            rate["half"] / rate["fetch"],
+            "x",
+            at_least=0.8,
+            how=f"{rate['half']:.2f} GB/s against {rate['fetch']:.2f}, {half['bytes'] / 1e6:.0f} MB",
+        ),
+    ]
+    whole = [
         Claim(
             f"full {ours}: speed / bare boto3's",
             median[theirs] / median[ours],
@@ -125,3 +141,4 @@ def speed(publisher: Remote, reader: Remote, url: str) -> list[Claim]:
         )
         for ours, theirs in (("publish", "put"), ("fetch", "get"))
     ]
+    return [*whole, *parts]

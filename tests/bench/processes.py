@@ -329,19 +329,26 @@ class _Reader:
         parts = zip(self.run.tensors, self.values, strict=True)
         return {"digest": _hash({spec.name: values.tobytes() for spec, values in parts})}
 
-    def fetch_again(self, url: str, name: str) -> dict[str, Any]:
-        """The newest version of a run, into a folder of its own."""
+    def fetch_again(self, url: str, name: str, half: bool = False) -> dict[str, Any]:
+        """The newest version of a run, or `half` of its tensors (the first ones), into a folder of its own."""
         from async_rl.weights.subscriber import Subscriber
 
         store = open_store(url)
-        subscriber = Subscriber(store, open_run(store), self.folder / name, self.config)
+        run = open_run(store)
+        first = run.tensors[: len(run.tensors) // 2] if half else ()
+        needs = {spec.name: (0, spec.nbytes // 2) for spec in first} if half else None
+        subscriber = Subscriber(store, run, self.folder / name, self.config, needs)
         with _Clock() as clock:
             manifest = subscriber.newest()
             assert manifest is not None
-            subscriber.fetch(manifest)
+            local = subscriber.fetch(manifest)
         subscriber.close()
         shutil.rmtree(self.folder / name)
-        return clock.answer
+        return {
+            **clock.answer,
+            "bytes": local.fetched_bytes,
+            "needed": sum(spec.nbytes for spec in first),
+        }
 
     def bare_packs(self, prefix: str, sizes: list[int]) -> dict[str, Any]:
         folder = self.folder / "bare"

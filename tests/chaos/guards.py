@@ -15,7 +15,7 @@ import msgspec
 
 from async_rl.errors import StoreUnavailable
 from async_rl.store.s3 import S3Store
-from async_rl.weights import fetch, follower, lineage, shadow, subscriber
+from async_rl.weights import fetch, follower, full_tiles, lineage, shadow, subscriber
 from async_rl.weights.lineage import Manifest
 from tests.chaos.points import Points
 
@@ -73,6 +73,12 @@ def _tile_hash() -> None:
     original = shadow.tile_hash
     shadow.tile_hash = lambda data: _Equal(original(data))
     fetch.tile_hash = shadow.tile_hash
+
+
+def _full_tile() -> None:
+    """That a tile of a full state, read alone, is what its digest says: when it comes, and where it lies."""
+    full_tiles.FullTile.right = lambda self, data: True
+    follower.Follower._check_tiles = lambda self, hop, tiles, digest: None
 
 
 def _tile_effect() -> None:
@@ -243,6 +249,7 @@ def _lost_rank() -> None:
 GUARDS: dict[str, Callable[[], None]] = {
     "hash of a pack": _pack_hash,
     "hash of a tile": _tile_hash,
+    "digest of a full tile": _full_tile,
     "effect of a tile": _tile_effect,
     "digest of the state": _state_digest,
     "rehash of the cache": _cache_rehash,

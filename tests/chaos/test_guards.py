@@ -15,6 +15,7 @@ import pytest
 
 from async_rl.weights import lineage
 from async_rl.weights.ways import list_edges, read_way
+from tests.chaos import toy
 from tests.chaos.damage import flipped, region_of, swapped
 from tests.chaos.forks import Forks
 from tests.chaos.matrix import play_two_trainers, play_zombie
@@ -62,6 +63,36 @@ def damaged_tile_of_a_partial_reader(world: World, without: list[str]) -> None:
         raise Wrong(f"the copy was given up for a damaged tile: {held}")
 
 
+def damaged_full_version_of_a_partial_reader(world: World, without: list[str]) -> None:
+    """A bit flips in a full version of which a reader needs, and reads, one tensor only."""
+    world.use_reader(without=without)
+    world.trainer().publish(1)
+    world.truth()
+    way = lineage.read_manifest(world.store, 0).way
+    key = way.packs[way.weight_map["embed.weight"]].key
+    flipped(world.store, key, "", region_of(world.store.get(key), "tiles"))
+    _check_part(world, world.ask("read", "partial", version=0, needs="embed.weight"))
+
+
+def part_of_the_way_of_another_version(world: World, without: list[str]) -> None:
+    """Every tile is whole and right, only not this version's: who holds a part must see it too."""
+    trainer = _follow(world, without)
+    (version,) = trainer.publish(1)
+    world.truth()
+    _forge_way(world, version)
+    _check_part(world, world.ask("follow", "partial", needs="embed.weight"))
+
+
+def _check_part(world: World, answer: dict[str, Any]) -> None:
+    """What was served, if anything, is the version's embedding, and holes."""
+    if "version" not in answer:
+        return
+    state = world.state(answer["version"])
+    held = {name: bits if name == "embed.weight" else np.zeros_like(bits) for name, bits in state.items()}
+    if answer["hash"] != toy.hash_of(held):
+        raise Wrong(f"WRONG BYTES were served as a part of version {answer['version']}")
+
+
 def copy_damaged_under_a_living_reader(world: World, without: list[str]) -> None:
     """A bit of the held copy flips where the next delta changes it."""
     trainer = _follow(world, without)
@@ -80,14 +111,19 @@ def manifest_with_the_way_of_another_version(world: World, without: list[str]) -
     trainer = _follow(world, without)
     (version,) = trainer.publish(1)
     truth = world.truth()
+    _forge_way(world, version)
+    answer = world.ask("follow", "joiner")
+    if "version" in answer:
+        world.check(answer, truth, "a joiner")
+
+
+def _forge_way(world: World, version: int) -> None:
+    """Its own way becomes that of an older anchor."""
     manifest = lineage.read_manifest(world.store, version)
     other = next(edge for edge in list_edges(world.store) if edge.base < 0 and edge.version < version)
     way = read_way(world.store, other).way
     forged = lineage.sealed(msgspec.structs.replace(manifest, way=way))
     world.store.put(lineage.version_key(version), msgspec.json.encode(forged))
-    answer = world.ask("follow", "joiner")
-    if "version" in answer:
-        world.check(answer, truth, "a joiner")
 
 
 def cache_damaged_while_nobody_looks(world: World, without: list[str]) -> None:
@@ -244,8 +280,10 @@ class Guard(NamedTuple):
 GUARDS = [
     Guard("hash of a pack", damaged_pack_leaves_the_copy_alone),
     Guard("hash of a tile", damaged_tile_of_a_partial_reader),
+    Guard("digest of a full tile", damaged_full_version_of_a_partial_reader),
     Guard("effect of a tile", copy_damaged_under_a_living_reader),
     Guard("digest of the state", manifest_with_the_way_of_another_version),
+    Guard("digest of the state", part_of_the_way_of_another_version),
     Guard("rehash of the cache", cache_damaged_while_nobody_looks),
     Guard(
         "mark of a torn shadow", killed_while_a_tile_is_applied, ("rehash of the cache", "effect of a tile")

@@ -95,6 +95,7 @@ def test_two_ranks_under_fully_shard_publish_what_one_rank_publishes(s3_url: str
         first, second = read_manifest(store, 0), read_manifest(store, 1)
         expected = read_manifest(alone, 0)
         assert (first.digest, first.way.weight_map) == (expected.digest, expected.way.weight_map)
+        assert first.way.tile_digests == expected.way.tile_digests
         assert {pack.key.split("-")[2] for pack in first.way.packs} == {"0", "1"}  # both ranks wrote
         assert second.digest != first.digest and second.parent == 0
 
@@ -145,6 +146,7 @@ def test_states_and_digests_are_the_same_whatever_the_number_of_ranks(tmp_path: 
         manifests = {ranks: read_manifest(store, version) for ranks, store in stores.items()}
         assert len({manifest.digest for manifest in manifests.values()}) == 1
         assert len({manifest.way.changed for manifest in manifests.values()}) == 1
+        assert len({manifest.way.tile_digests for manifest in manifests.values()}) == 1
         assert {manifest.way.base for manifest in manifests.values()} == {version - 1}
         if version == 2:
             assert all(not manifest.way.packs for manifest in manifests.values())
@@ -152,6 +154,8 @@ def test_states_and_digests_are_the_same_whatever_the_number_of_ranks(tmp_path: 
             assert same_bits(fetched(store, version, tmp_path / f"cache-{ranks}"), rounded(version))
     same_objects_on_two_ranks(tmp_path, stores[2])
     last = read_manifest(stores[4], 3).way
+    anchors = [read_way(store, edge).way for store in stores.values() for edge in list_edges(store)]
+    assert len({way.tile_digests for way in anchors}) == 1 and anchors[0].tile_digests
     assert {pack.key.split("-")[2] for pack in last.packs} == {"0", "1", "2", "3"}
     last = read_manifest(stores[COPIES], 3).way
     assert {pack.key.split("-")[2] for pack in last.packs} == {"0", "1"}

@@ -82,6 +82,12 @@ def test_diff_counts_what_moved_and_says_how_it_was_read(history):
     assert text.startswith("read ")
 
 
+def test_show_counts_the_tiles_of_a_full_version_and_does_not_print_their_digests(history):
+    shown = as_json(history, "show", "0")
+    assert sum(pack["tiles"] for pack in shown["packs"]) == len(history.run.tensors)
+    assert "tile_digests" not in shown["manifest"]["way"]
+
+
 def test_verify_is_content_with_a_sound_run_and_names_what_is_damaged(history):
     assert "11 ways right" in run(history, "verify", "--all")
     assert as_json(history, "verify", "9")["ways"][0]["verdict"] == "right"

@@ -305,5 +305,5 @@ class Lives(RuleBasedStateMachine):
         assert sum(self.ledger.dropped.values()) == len(self.dropped) + self.generated_again
 
 
-Lives.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+Lives.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 test_the_ledger_survives_the_ends_of_trainers_and_orchestrators = Lives.TestCase

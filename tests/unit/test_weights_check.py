@@ -13,7 +13,7 @@ from async_rl.weights.difference import difference
 from async_rl.weights.gc import collect
 from async_rl.weights.lineage import version_key, wanted_version
 from async_rl.weights.report import full_bytes, list_rows, show, usage
-from async_rl.weights.ways import read_way
+from async_rl.weights.ways import FurtherWay, read_way
 from tests.weights_support import History
 
 SHAPES = {"embed.weight": (60, 20), "layer.weight": (33, 9), "norm.weight": (7,)}
@@ -62,6 +62,20 @@ def test_a_flipped_bit_is_found_and_what_depends_on_it_is_reached_another_way(tm
     assert found.pop((2, 3)) == "wrong"
     assert found.pop((3, 4)) == "unchecked", "nothing else leads to version 3"
     assert set(found.values()) == {"right"}
+
+
+def test_wrong_digests_of_tiles_are_found_though_the_packs_are_whole(tmp_path):
+    """Who reads all of the anchor would be content; who reads a part of it would not."""
+    history = run_of(tmp_path)
+    key = history.anchor(7)
+    sound = msgspec.json.decode(history.store.get(key), type=FurtherWay)
+    digests = bytearray(sound.way.tile_digests)
+    digests[-8] ^= 1
+    way = msgspec.structs.replace(sound.way, tile_digests=bytes(digests))
+    history.store.put(key, msgspec.json.encode(msgspec.structs.replace(sound, way=way)))
+    (wrong,) = verify_all(history.store, history.run, tmp_path / "scratch").wrong
+    assert wrong.key == key
+    assert "the tile of norm.weight at 0 has the digest" in wrong.reason
 
 
 @pytest.mark.parametrize("which", ["skip", "anchor"])

@@ -7,13 +7,15 @@ import itertools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from async_rl.errors import WeightsError
 from async_rl.weights.config import WeightsConfig
-from async_rl.weights.fetch import BadPack, Fetcher, Turns, _Whole
+from async_rl.weights.fetch import BadPack, Fetcher
 from async_rl.weights.lineage import Pack
+from async_rl.weights.whole import Turns, WholePack
 from tests.weights_support import MemoryStore
 
 PART = 10
@@ -24,8 +26,8 @@ def a_pack(data: bytes = DATA, key: str = "packs/a") -> Pack:
     return Pack(key, len(data), hashlib.sha256(data).hexdigest())
 
 
-def begun(folder: Path, data: bytes = DATA) -> _Whole:
-    each = _Whole(a_pack(data), folder / "pack", PART)
+def begun(folder: Path, data: bytes = DATA) -> WholePack:
+    each = WholePack(a_pack(data), folder / "pack", PART)
     each.part.write_bytes(bytes(len(data)))
     return each
 
@@ -70,7 +72,9 @@ def test_a_wrong_byte_in_any_part_shows(tmp_path: Path) -> None:
 
 
 def test_threads_keep_to_a_pack_then_begin_one_then_help_with_the_longest(tmp_path: Path) -> None:
-    packs = [_Whole(Pack(name, size, ""), tmp_path / name, PART) for name, size in (("a", 15), ("b", 70))]
+    packs = [
+        WholePack(Pack(name, size, ""), tmp_path / name, PART) for name, size in (("a", 15), ("b", 70))
+    ]
     turns = Turns(packs)
     with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
 
@@ -107,6 +111,30 @@ def test_a_pack_that_is_wrong_once_is_fetched_again_and_wrong_twice_refused(tmp_
     with pytest.raises(BadPack, match="differs from the hash in its manifest, twice"):
         fetcher.whole([(a_pack(), tmp_path / "other")], lambda done: None)
     assert [path.name for path in tmp_path.iterdir()] == ["pack"]
+
+
+@pytest.mark.parametrize(
+    ("suspects", "again"), [([(10, 3)], [(10, 3)]), ([], [(0, 37)])], ids=["some of it", "nobody knows"]
+)
+def test_of_a_pack_that_is_wrong_only_the_suspects_are_fetched_again(
+    tmp_path: Path, suspects: list[tuple[int, int]], again: list[tuple[int, int]]
+) -> None:
+    class Torn(MemoryStore):
+        asked: ClassVar[list[tuple[int, int]]] = []
+
+        def stream(self, key: str, start: int, length: int) -> Iterator[bytes]:
+            self.asked.append((start, length))
+            data = self.get(key, start, length)
+            yield data.replace(b"\x0b", b"!") if len(self.asked) == 1 else data
+
+    store = Torn()
+    store.asked.clear()
+    store.put("packs/a", DATA)
+    Fetcher(store, WeightsConfig()).whole(
+        [(a_pack(), tmp_path / "pack")], lambda done: None, lambda pack, path: suspects
+    )
+    assert store.asked[1:] == again
+    assert (tmp_path / "pack").read_bytes() == DATA
 
 
 def test_a_fetch_is_stopped_between_two_blocks(tmp_path: Path) -> None:

@@ -175,6 +175,25 @@ def test_a_broken_manifest_is_corrupt(data: bytes) -> None:
         lineage.read_manifest(store, 7)
 
 
+def test_a_manifest_of_an_older_format_is_not_taken_for_an_edited_one() -> None:
+    """As format 4 wrote it: its seal does not cover a field that it did not have."""
+    store = MemoryStore()
+    way = (
+        '{"base":-1,"packs":[{"key":"packs/a","size":8,"sha256":"HASH","table":null}],"total_bytes":8,'
+        '"weight_map":{"a":0},"changed":0,"small":false}'
+    )
+    data = (
+        '{"version":0,"step":3,"incarnation":0,"nonce":"n","parent":-1,"dtype":"bfloat16","way":WAY,'
+        '"digest":"0000000000000000","created":1.5,"seal":"a8924b8a30db6203"}'
+    )
+    data = data.replace("WAY", way).replace("HASH", "0" * 64)
+    store.put("versions/0000000000.json", data.encode())
+    assert read_manifest(store, 0).step == 3
+    store.put("versions/0000000000.json", data.replace('"step":3', '"step":4').encode())
+    with pytest.raises(Corrupt, match="its fields differ from its seal"):
+        read_manifest(store, 0)
+
+
 @pytest.mark.parametrize(
     ("way", "said"),
     [
@@ -182,8 +201,9 @@ def test_a_broken_manifest_is_corrupt(data: bytes) -> None:
         (Way(-2, (), 0), "leads from version -2"),
         (Way(6, (Pack("packs/7-0", 8, "00"),), 8), "no table"),
         (Way(6, (Pack("packs/7-0", 8, "00", TableRef(4, 4, "00")),), 9), "9 bytes"),
+        (Way(6, (), 0, tile_digests=b""), "a delta with digests of the tiles of a full state"),
     ],
-    ids=["to itself", "from nowhere", "no table", "other size"],
+    ids=["to itself", "from nowhere", "no table", "other size", "a delta with tiles"],
 )
 def test_a_way_that_contradicts_itself_is_corrupt(way: Way, said: str) -> None:
     store = MemoryStore()

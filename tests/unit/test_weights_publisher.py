@@ -30,11 +30,12 @@ from async_rl.weights import lineage
 from async_rl.weights.changes import cut_tiles
 from async_rl.weights.codec import TILE, digest_of
 from async_rl.weights.config import WeightsConfig
+from async_rl.weights.full_tiles import FullTiles
 from async_rl.weights.lineage import Manifest, Way, claim, read_manifest
 from async_rl.weights.publisher import Publisher
 from async_rl.weights.ranks import Report
 from async_rl.weights.readers import ReaderBeat, write_beat
-from async_rl.weights.run import RunInfo, ensure_run
+from async_rl.weights.run import TILES_SINCE, RunInfo, ensure_run, open_run
 from async_rl.weights.shards import Part
 from async_rl.weights.subscriber import Subscriber
 from async_rl.weights.ways import list_edges
@@ -219,6 +220,44 @@ def test_versions_count_up_and_name_their_parent(start: Start, tmp_path: Path) -
     resumed.publisher.flush(LIMIT_S)
     assert (resumed.commits[0].parent, resumed.commits[0].incarnation) == (0, 1)
     assert resumed.commits[0].digest == trainer.commits[0].digest  # the same weights, the same digest
+
+
+def test_a_full_version_says_the_digests_of_its_tiles_by_which_a_part_of_it_is_read(
+    start: Start, tmp_path: Path
+) -> None:
+    trainer = start()
+    trainer.publisher.publish(0)
+    trainer.publisher.flush(LIMIT_S)
+    manifest = trainer.commits[0]
+    tiles = FullTiles(trainer.run, manifest.way, "it")
+    assert tiles.known and f"{tiles.digest():016x}" == manifest.digest
+    trainer.store.calls.clear()
+    reader = Subscriber(
+        trainer.store, trainer.run, tmp_path / "part", WeightsConfig(), {"layer.bias": (0, 5)}
+    )
+    with closing(reader):
+        local = reader.fetch(manifest)
+        assert local.fetched_bytes == 2 * 5
+        shard = local.shards[local.weight_map["layer.bias"]]
+        assert torch.equal(load_file(shard)["layer.bias"], trainer.rounded()["layer.bias"])
+    assert [call for call in trainer.store.calls if call[0] == "get"] == [
+        ("get", manifest.way.packs[local.weight_map["layer.bias"]].key)
+    ]
+
+
+def test_a_run_of_an_older_format_goes_on_without_digests_of_tiles(
+    store: ScriptedStore, tmp_path: Path
+) -> None:
+    """Its readers may be older too: to them a manifest with such would seem to be edited."""
+    parameters = {name: torch.randn(shape) for name, shape in SHAPES.items()}
+    run = ensure_run(store, write_model_dir(tmp_path / "model"), parameters)
+    older = msgspec.structs.replace(run, format=TILES_SINCE - 1, seal="")
+    store.put("run.json", msgspec.json.encode(older))
+    with Publisher(store, open_run(store), claim(store), parameters, SMALL) as publisher:
+        publisher.publish(0)
+        publisher.flush(LIMIT_S)
+    assert b"tile_digests" not in store.get("versions/0000000000.json")
+    assert load(store, open_run(store), 0, tmp_path).keys() == SHAPES.keys()
 
 
 def test_a_second_name_of_a_tied_parameter_is_not_written(store: ScriptedStore, tmp_path: Path) -> None:

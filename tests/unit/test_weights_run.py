@@ -10,7 +10,15 @@ import msgspec
 import pytest
 
 from async_rl.errors import ConfigError, Corrupt, ModelMismatch, StoreUnavailable, WeightsError
-from async_rl.weights.run import FORMAT, RunInfo, ensure_run, fetch_model_files, find_run, open_run
+from async_rl.weights.run import (
+    FORMAT,
+    READABLE,
+    RunInfo,
+    ensure_run,
+    fetch_model_files,
+    find_run,
+    open_run,
+)
 from tests.weights_support import SHAPES, MemoryStore, ScriptedStore, raises, shapes, write_model_dir
 
 
@@ -197,10 +205,20 @@ def test_a_run_of_a_newer_format_asks_for_an_upgrade(model_dir: Path) -> None:
 def test_a_run_of_an_older_format_is_not_taken_for_a_damaged_one(model_dir: Path) -> None:
     store = MemoryStore()
     ensure_run(store, model_dir, shapes())
-    older = {**msgspec.json.decode(store.objects["run.json"]), "format": FORMAT - 1}
+    older = {**msgspec.json.decode(store.objects["run.json"]), "format": READABLE[0] - 1}
     store.put("run.json", msgspec.json.encode(older))
-    with pytest.raises(WeightsError, match=f"of format {FORMAT - 1}, this async-rl reads format {FORMAT}"):
+    with pytest.raises(
+        WeightsError, match=f"of format {READABLE[0] - 1}, this async-rl reads formats {READABLE[0]}"
+    ):
         open_run(store)
+
+
+def test_a_run_of_a_readable_older_format_goes_on_as_it_is(model_dir: Path) -> None:
+    store = MemoryStore()
+    run = ensure_run(store, model_dir, shapes())
+    older = msgspec.structs.replace(run, format=READABLE[0], seal="")
+    store.put("run.json", msgspec.json.encode(older))
+    assert open_run(store) == ensure_run(store, model_dir, shapes()) == older
 
 
 def test_a_broken_run_json_is_corrupt() -> None:

@@ -18,12 +18,12 @@ from async_rl.weights import changes, lineage, shards, surveys
 from async_rl.weights.changes import Cut, cut_tiles
 from async_rl.weights.codec import encode_found, encode_tile
 from async_rl.weights.config import WeightsConfig
-from async_rl.weights.drafts import _digest_of_rows
+from async_rl.weights.hashed import tiles_of_rows
 from async_rl.weights.lineage import Manifest, claim, read_manifest
 from async_rl.weights.publisher import Publisher
 from async_rl.weights.run import RunInfo, ensure_run
 from async_rl.weights.shards import Shards
-from async_rl.weights.surveys import Surveys, digest_there, windows
+from async_rl.weights.surveys import Surveys, windows
 from tests.weights_support import SHAPES, MemoryStore, write_model_dir
 
 LIMIT_S = 20.0
@@ -122,8 +122,9 @@ def test_every_tile_is_found_once_by_whichever_thread_asks_and_then_forgotten(
 def test_the_digest_there_is_the_digest_here(tmp_path: Path) -> None:
     run, rows, _, before, after = two_states(tmp_path)
     here = Shards(run, random_weights(1), 0, 1)
-    assert digest_there(run, list(rows.parts()), before) == _digest_of_rows(run, here, here.take())
-    assert digest_there(run, list(rows.parts()), after) != digest_there(run, list(rows.parts()), before)
+    expected = tiles_of_rows(run, here, here.take())
+    assert (tiles_of_rows(run, rows, before) == expected).all()
+    assert (tiles_of_rows(run, rows, after) != expected).any()
 
 
 def test_windows_are_tiles_of_one_tensor_that_follow_one_another() -> None:

@@ -21,7 +21,7 @@ KINDS = typing.get_args(wire.AnyMessage)
 
 def strategy_of(annotation):
     """Values of the types that messages are made of."""
-    if annotation in (wire.Text, wire.Name):
+    if annotation in (wire.Text, wire.LongText, wire.Name):
         return st.text(max_size=20)
     if annotation is wire.Count:
         return st.integers(0, 2**40)
@@ -156,3 +156,9 @@ def test_an_array_takes_any_layout_of_numbers():
 def test_a_group_on_the_wire_costs_nine_bytes_per_token_and_little_more():
     long = group(Key("train", 0), samples=(sample(length=1000),) * 8)
     assert len(wire.encode(wire.GroupDone(1, long))) < 8 * 1000 * 9 + 1000
+
+
+def test_a_long_completion_is_no_malformed_message():
+    text = "a" * (2 << 20)  # some hundred thousand tokens: whoever generated them did nothing wrong
+    done = wire.GroupDone(1, group(Key("train", 0), samples=(sample(text=text), sample(reward=0.0))))
+    assert wire.decode(wire.encode(done)).group.samples[0].text == text
