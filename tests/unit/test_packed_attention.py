@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,11 +11,13 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from async_rl.errors import ConfigError
+from tests.learner_support import save_tiny_model
 from workers.packed_attention import (
     Cuts,
     attention_inputs,
     cuts_of,
     fits,
+    load_model,
     packed_attention,
     use_packed_attention,
 )
@@ -183,3 +186,13 @@ def test_models_whose_attention_is_more_than_causal_are_left_alone() -> None:
     chunked = model_of("Qwen3")
     chunked.config.layer_types = ["chunked_attention", "full_attention"]
     assert not fits(chunked)
+
+
+def test_it_is_the_choice_on_a_cpu_and_nobodys_elsewhere_unless_it_is_named(tmp_path: Path) -> None:
+    folder = str(save_tiny_model(tmp_path))
+
+    def is_packed(attention: str, device: str) -> bool:
+        return "cuts" in attention_inputs(load_model(folder, attention, torch.device(device)), positions())
+
+    assert is_packed("auto", "cpu") and is_packed("packed", "cuda")
+    assert not is_packed("auto", "cuda") and not is_packed("sdpa", "cpu") and not is_packed("eager", "cpu")
