@@ -24,7 +24,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -51,8 +50,8 @@ from workers.custom_loss import custom_function
 from workers.head import HeadSettings, LogitMap, usual_budget
 from workers.masters import Adapters, Masters, WholeMasters, adapted, local
 from workers.optimizers import OptimizerRows, make_optimizer, optimizer_rows, set_updates
+from workers.packed_attention import load_model
 from workers.policy import Ask, Policy, Scores
-from workers.pretrained import load_causal_lm
 from workers.process_group import RankGroup
 from workers.row_inputs import loss_inputs, measured
 from workers.settings import ModelConfig, TrainerConfig
@@ -99,7 +98,7 @@ class Learner:
         self._max_tokens, self._custom = max_tokens, custom_function(loss)
         self._group, self._device = group, device
         self._dtype = compute_dtype(model.dtype, device)
-        self._model = load_causal_lm(Path(model.path), dtype=torch.float32, attention=model.attention)
+        self._model = load_model(model.path, model.attention, device)
         self.vocab_size: int = self._model.get_input_embeddings().weight.shape[0]
         _turn_off_dropout(self._model)
         self._router_coef = _router_coef(self._model)
@@ -187,7 +186,7 @@ class Learner:
         squares = torch.zeros((), dtype=torch.float64)
         if self._placement.replica == 0:  # the other copies have the same gradients
             for gradient in self._gradients.values():
-                squares += local(gradient).double().square().sum().cpu()
+                squares += _square_sum(local(gradient)).cpu()
         sums = torch.cat([sums, squares.reshape(1), torch.from_numpy(by_slot).reshape(-1)])
         self._group.sum(sums)
         self._group.max(greatest)
@@ -305,7 +304,7 @@ class Learner:
         """The frozen policy, as it would be served: weights rounded to bfloat16. Raises ConfigError for a folder
         without a model, or with another vocabulary."""
         folder = self._loss.reference or model.path
-        reference = load_causal_lm(Path(folder), dtype=torch.float32, attention=model.attention)
+        reference = load_model(folder, model.attention, self._device)
         rows = reference.get_input_embeddings().weight.shape[0]
         if rows != self.vocab_size:
             raise ConfigError(
@@ -365,3 +364,9 @@ def _turn_off_dropout(model: nn.Module) -> None:
             module.p = 0.0
         if isinstance(getattr(module, "attention_dropout", None), float):
             module.attention_dropout = 0.0  # type: ignore[assignment]
+
+
+def _square_sum(gradient: Tensor) -> Tensor:
+    """In float64, a piece at a time: the whole of a vocabulary's gradient would be its largest tensor twice more."""
+    pieces = gradient.reshape(-1).split(1 << 20)
+    return sum((p.double().square().sum() for p in pieces), gradient.new_zeros((), dtype=torch.float64))

@@ -52,10 +52,16 @@ def make_optimizer(masters: dict[str, DTensor], trainer: TrainerConfig) -> torch
     ]
     if trainer.optimizer == "adafactor":
         return _adafactor(groups, masters, trainer)
-    optimizer = torch.optim.AdamW(groups, lr=trainer.learning_rate, betas=trainer.betas, eps=trainer.eps)
+    optimizer = torch.optim.AdamW(
+        groups,
+        lr=trainer.learning_rate,
+        betas=trainer.betas,
+        eps=trainer.eps,
+        fused=True,  # one pass over memory instead of ten
+    )
     for parameter in masters.values():
         optimizer.state[parameter] = {
-            "step": torch.tensor(0.0),
+            "step": torch.zeros((), device=parameter.device),  # where a fused step reads it
             "exp_avg": torch.zeros_like(parameter),
             "exp_avg_sq": torch.zeros_like(parameter),
         }

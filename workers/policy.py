@@ -32,6 +32,7 @@ from torch.distributed.fsdp import FSDPModule
 from async_rl.errors import ConfigError
 from async_rl.log import get_logger
 from workers.head import HeadSettings, LogitMap, LossOf, token_loss, token_scores
+from workers.packed_attention import attention_inputs
 
 __all__ = ["Ask", "Policy", "Scores", "read_map"]
 
@@ -115,8 +116,9 @@ class Policy(nn.Module):
     def _call(self, input_ids_T: Tensor, position_ids_T: Tensor, ask: Ask) -> Any:
         return self.model(
             input_ids=input_ids_T[None],
-            # Where positions restart, transformers cuts attention: no sample sees another.
+            # Where positions restart, attention is cut: no sample sees another.
             position_ids=position_ids_T[None],
+            **attention_inputs(self.model, position_ids_T),
             use_cache=False,
             # Of prompt tokens logits would be the largest tensor, for nothing.
             **({"logits_to_keep": ask.kept_K} if self._takes_kept else {}),

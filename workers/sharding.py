@@ -67,9 +67,9 @@ def shard(root: nn.Module, model: Any, placement: Placement, dtype: torch.dtype,
         fully_shard(layer, mesh=placement.mesh, mp_policy=precision, offload_policy=where)
     fully_shard(root, mesh=placement.mesh, mp_policy=precision, offload_policy=where)
     for module in root.modules():
-        if isinstance(module, FSDPModule):
+        if isinstance(module, FSDPModule) and placement.mesh.size() > 1:
             # FSDP averages over ranks by default; ours is a sum, divided by the loss tokens of the whole
-            # batch.
+            # batch. (Of one rank both are the same, and a factor would cost a copy of the gradient.)
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum
 

@@ -29,8 +29,10 @@ BENCHES = {
     "load": "tokens/s with as many leases as the engine's load asks for, against a constant",
     "overlap": "asynchronous step time against the slower of rollout and training",
     "pause": "the engine's pause for a new version against a full checkpoint inside it",
+    "reward": "time to a reward of 0.9 on the reverse task, against TRL's GRPO with its own generation",
     "stability": "reward at lag 0, 4, 8 of six losses, three seeds each",
     "sync": "publish to ready over a link of 200 Mbit/s and 40 ms, against others",
+    "throughput": "the optimisation step alone against TRL's GRPO: tokens/s and memory",
     "upkeep": "a trainer's steps with skip deltas, anchors and garbage collection, against without",
 }
 

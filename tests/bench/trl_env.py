@@ -1,6 +1,6 @@
 """An environment with TRL, beside ours: it has our torch and transformers, so that only what is TRL's differs.
 
-BENCH_TRL_PYTHON names an interpreter that has it. Without, `.venv-peers` is made in the working folder, once.
+ASYNC_RL_PEERS_PYTHON names an interpreter that has it. Without, `.venv-peers` is made in the working folder, once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ IMPORT_LIMIT_S = 120.0
 
 def trl_python(console: Console) -> Path | None:
     """An interpreter that imports TRL; None, with the reason on the console, where there is none to be had."""
-    named = os.environ.get("BENCH_TRL_PYTHON")
+    named = os.environ.get("ASYNC_RL_PEERS_PYTHON")
     python = Path(named) if named else FOLDER.absolute() / "bin" / "python"
     if not named and not python.exists():
         _make(python, console)

@@ -1,0 +1,157 @@
+"""Attention over a packed row, sample by sample.
+
+The row's mask forbids a sample to see another, so most of a [T, T] attention is computed to be thrown away: for n
+samples of one length all but one part in n, and half of that is above the diagonal. Here the row is cut where
+positions restart. Each sample attends by itself, causally and without a mask; neighbours of one length go
+together (packing lays the longest first, so equal ones are neighbours). The cuts are views, and torch glues their
+gradients together in one go.
+
+It is a function that transformers calls in place of its own (its AttentionInterface). The cuts come with the model's
+inputs, `cuts=cuts_of(position_ids)`, and transformers hands them on to every layer, in the recomputation of a
+checkpointed layer too.
+
+Legend: T tokens of a row, L of a sample, N samples of one length, H heads of queries, G heads of keys and values,
+D width of a head.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from async_rl.errors import ConfigError
+from workers.pretrained import load_causal_lm
+
+__all__ = [
+    "Cuts",
+    "attention_inputs",
+    "cuts_of",
+    "fits",
+    "load_model",
+    "packed_attention",
+    "use_packed_attention",
+]
+
+PACKED = "async_rl_packed"
+"""Its name among transformers' attentions."""
+
+LAYERS = frozenset({"full_attention", "sliding_attention"})
+"""Kinds of layers (`layer_types` of a config) that are right without the mask that transformers would make. Others,
+attention in chunks for one, tell nothing of it but in the mask."""
+
+
+class Cuts(tuple[tuple[int, int], ...]):
+    """Of a row: (samples, their length), one pair per run of neighbours of one length."""
+
+
+def cuts_of(position_ids_T: Tensor) -> Cuts:
+    """A row begins anew where its positions restart at 0."""
+    starts = [*(position_ids_T == 0).nonzero().flatten().tolist(), len(position_ids_T)]
+    lengths = [end - start for start, end in zip([0, *starts[1:-1]], starts[1:], strict=True)]
+    return Cuts((sum(1 for _ in run), length) for length, run in groupby(lengths))
+
+
+def fits(model: Any) -> bool:
+    """Whether a model of transformers computes the same with it as with its "sdpa"."""
+    config = model.config.get_text_config()
+    return (
+        bool(
+            getattr(model, "_supports_sdpa", False) and getattr(model, "_supports_attention_backend", False)
+        )
+        and LAYERS.issuperset(getattr(config, "layer_types", None) or ())
+        and getattr(config, "attention_chunk_size", None) is None
+        and getattr(config, "attn_logit_softcapping", None) is None
+    )
+
+
+def load_model(folder: str, attention: str, device: torch.device) -> Any:
+    """A policy in host memory and float32, with the attention that ModelConfig asks for. Raises ConfigError."""
+    theirs = "sdpa" if attention in ("auto", "packed") else attention
+    model = load_causal_lm(Path(folder), dtype=torch.float32, attention=theirs)
+    if attention == "packed" or (attention == "auto" and device.type == "cpu" and fits(model)):
+        use_packed_attention(model)
+    return model
+
+
+def use_packed_attention(model: Any) -> None:
+    """From now on this model attends so, and wants `cuts`. Raises ConfigError where it would not be the same.
+
+    No mask is registered under the name, so transformers makes none."""
+    if not fits(model):
+        raise ConfigError(
+            f"{type(model).__name__} has attention that is more than causal, or caps its scores",
+            hint='set model.attention = "sdpa", or "eager"',
+        )
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(PACKED, packed_attention)
+    model.set_attn_implementation(PACKED)
+
+
+def attention_inputs(model: Any, position_ids_T: Tensor) -> dict[str, Any]:
+    """What a forward pass needs besides its tokens and positions."""
+    packed = getattr(getattr(model, "config", None), "_attn_implementation", "") == PACKED
+    return {"cuts": cuts_of(position_ids_T)} if packed else {}
+
+
+def packed_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    cuts: Cuts | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """query [1, H, T, D], key and value [1, G, T, D] -> [1, T, H, D]. Without `cuts` the row is one sample.
+
+    Raises ConfigError where the layer is not causal or comes with a mask."""
+    if attention_mask is not None or not getattr(module, "is_causal", True):
+        raise ConfigError(
+            f"{type(module).__name__} does not attend causally, or has a mask of its own",
+            hint='set model.attention = "sdpa"',
+        )
+    cuts = cuts or Cuts([(1, query.shape[2])])
+    tokens = [samples * length for samples, length in cuts]
+    queries, keys, values = (each[0].split(tokens, 1) for each in (query, key, value))
+    parts = [
+        _attend(q, k, v, samples, scaling, sliding_window)
+        for q, k, v, (samples, _) in zip(queries, keys, values, cuts, strict=True)
+    ]
+    return torch.cat(parts)[None], None
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, samples: int, scaling: float | None, window: int | None
+) -> Tensor:
+    """Of one run of samples, query [H, N L, D] -> [N L, H, D]."""
+    query_NHLD, key_NGLD, value_NGLD = (
+        each.unflatten(1, (samples, -1)).transpose(0, 1) for each in (query, key, value)
+    )
+    length = query_NHLD.shape[2]
+    mask = _window_mask(length, window, query.device) if window is not None and length > window else None
+    result_NHLD = scaled_dot_product_attention(
+        query_NHLD,
+        key_NGLD,
+        value_NGLD,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scaling,
+        enable_gqa=query.shape[0] != key.shape[0],
+    )
+    return result_NHLD.transpose(1, 2).flatten(0, 1)
+
+
+def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
+    """[L, L]: a token sees itself and the `window` - 1 before it."""
+    places = torch.arange(length, device=device)
+    distance = places[:, None] - places[None, :]
+    return (distance >= 0) & (distance < window)
