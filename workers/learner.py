@@ -368,5 +368,5 @@ def _turn_off_dropout(model: nn.Module) -> None:
 
 def _square_sum(gradient: Tensor) -> Tensor:
     """In float64, a piece at a time: the whole of a vocabulary's gradient would be its largest tensor twice more."""
-    pieces = gradient.reshape(-1).split(1 << 20)
+    pieces = gradient.reshape(-1).split(1 << 20)  # type: ignore[no-untyped-call]
     return sum((p.double().square().sum() for p in pieces), gradient.new_zeros((), dtype=torch.float64))

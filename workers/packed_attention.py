@@ -121,7 +121,10 @@ def packed_attention(
         )
     cuts = cuts or Cuts([(1, query.shape[2])])
     tokens = [samples * length for samples, length in cuts]
-    queries, keys, values = (each[0].split(tokens, 1) for each in (query, key, value))
+    queries, keys, values = (
+        each[0].split(tokens, 1)  # type: ignore[no-untyped-call]
+        for each in (query, key, value)
+    )
     parts = [
         _attend(q, k, v, samples, scaling, sliding_window)
         for q, k, v, (samples, _) in zip(queries, keys, values, cuts, strict=True)
