@@ -136,8 +136,10 @@ def _attend(
     query: Tensor, key: Tensor, value: Tensor, samples: int, scaling: float | None, window: int | None
 ) -> Tensor:
     """Of one run of samples, query [H, N L, D] -> [N L, H, D]."""
+    split = (samples, -1)
     query_NHLD, key_NGLD, value_NGLD = (
-        each.unflatten(1, (samples, -1)).transpose(0, 1) for each in (query, key, value)
+        each.unflatten(1, split).transpose(0, 1)  # type: ignore[no-untyped-call]
+        for each in (query, key, value)
     )
     length = query_NHLD.shape[2]
     mask = _window_mask(length, window, query.device) if window is not None and length > window else None
