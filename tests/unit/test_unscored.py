@@ -231,6 +231,20 @@ def test_who_has_the_most_waiting_makes_room_and_one_that_was_away_gets_no_arrea
     assert turns.pop() == "f0", "as much as the least of those that wait, not nothing"
 
 
+def test_who_comes_while_nobody_waits_is_not_favoured_over_one_that_was_always_there():
+    turns = Turns(64, 1 << 20, len)
+    for each in range(100):  # alone: its queue is empty whenever its turn has begun
+        turns.add("old", f"o{each}")
+        turns.pop()
+        turns.spent("old", 1.0)
+    turns.add("new", "n0")
+    turns.add("old", "o100")
+    turns.add("new", "n1")
+    assert turns.pop() == "n0"
+    turns.spent("new", 5.0)
+    assert turns.pop() == "o100", "a hundred seconds of the new one are not waited for"
+
+
 def test_what_is_too_large_is_passed_over_and_sizes_are_counted():
     turns = Turns(64, 10, len)
     assert turns.add("w1", "12345678") and not turns.add("w2", "123") and turns.add("w2", "12")
