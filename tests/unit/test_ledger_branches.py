@@ -10,7 +10,7 @@ import pytest
 
 from orchestrator.config import OrchestratorConfig
 from orchestrator.ledger import GroupLedger
-from orchestrator.records import Took, Version, encode_record
+from orchestrator.records import Arrived, Assigned, Leased, Took, Version, encode_record
 from orchestrator.spool import MemoryJournal, Place
 from orchestrator.versions import Versions
 from tests.orchestration import group
@@ -169,6 +169,75 @@ def test_a_group_that_was_trained_and_then_spoiled_is_not_generated_again_after_
     restored = GroupLedger(CONFIG, run.journal, itertools.count())
     restored.restore(readable(run.journal), 0.0)
     assert trained.key not in restored.pool and not list(restored.pool.held)
+
+
+def test_a_damaged_lease_of_a_group_that_was_taken_does_not_lease_its_prompt_again():
+    run = Run()
+    taken = run.generate("good")
+    spoil(run, Leased)
+    again = restarted(run)
+    assert again.frontier == 1 and again.lease("good", run.newest, 0.0).key.ordinal != taken.key.ordinal
+
+
+def test_what_a_damaged_step_had_is_not_trained_again_in_a_later_one():
+    run = Run()
+    trained = run.generate("good")
+    run.train()
+    later = run.generate("good")
+    run.train()
+    spoil(run, Assigned)
+    again = restarted(run)
+    assert again.next_step == 2 and not again.buffered, "the next step says which groups were left"
+    assert again.settled(trained.key) and again.settled(later.key)
+
+
+def test_a_damaged_step_leaves_what_the_next_one_left():
+    run = Run()
+    run.generate("good")
+    kept = run.ledger.lease("good", run.newest, 0.0)
+    run.train()
+    run.generate("good")
+    run.train()
+    spoil(run, Assigned)
+    again = restarted(run)
+    assert list(again.pool) == [kept.key] and not again.buffered
+
+
+def test_a_damaged_repeat_of_a_step_is_not_waited_for_when_the_next_one_was_repeated():
+    run = Run()
+    for _ in range(2):
+        run.generate("good")
+        run.train()
+    run.attach(2, step=0, origin=-1, parent=0)
+    before = len(run.journal.records)
+    run.train(), run.train()
+    spoil(run, Assigned, after=before)
+    again = restarted(run)
+    assert again.next_step == 2 and not again.replaying
+    assert again.slots_in_use == 2, "or admission would have a step less for ever"
+
+
+def test_a_damaged_group_of_a_worker_in_quarantine_is_generated_once_more_and_no_lease_is_left_over():
+    run = Run()
+    group_of_liar = run.generate("liar")
+    spoil(run, Arrived)
+    run.ledger.put_in_quarantine("liar", "it lied", 0.0)
+    again = restarted(run)
+    again.expire(100.0)
+    assert group_of_liar.key in again.pool and not list(again.pool.held) and again.expire(200.0) == []
+
+
+def spoil(run, kind, after=0):
+    """The first record of a kind."""
+    at = next(at for at, each in enumerate(run.journal.records) if at >= after and isinstance(each, kind))
+    run.journal._bodies[at] = b"spoiled"
+
+
+def restarted(run):
+    again = GroupLedger(CONFIG, MemoryJournal(), itertools.count(100))
+    again.restore(readable(run.journal), 0.0)
+    again.versions = Versions(again.tree, run.newest, 0.0)
+    return again
 
 
 def readable(journal):
