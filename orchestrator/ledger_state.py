@@ -147,7 +147,7 @@ class LedgerState:
         return stored.worker if stored is not None else ""
 
     def history(self) -> dict[int, Assigned]:
-        """What each step had, or will have, on the branch of the trainer that has the run: without what is left out."""
+        """What each step had, or will have, on the branch of the trainer that has the run; not what is left out."""
         steps = {each.step for each in self._branches.all()}
         found = (self._branches.lookup(self.incarnation, step) for step in steps)
         return {each.step: self._without_left_out(each) for each in found if each is not None}

@@ -17,8 +17,8 @@ MOST_WORKERS = 4096
 
 class Turns(Generic[T]):
     """A bounded queue for each worker; next is the worker that has taken the least time of those who wait. One that
-    comes new begins with as much as the least of them (where nobody waits, as who had the last turn), so that nobody is
-    favoured for having been away."""
+    comes new begins with as much as the least of them (where nobody waits, as who had the last turn), so that nobody
+    is favoured for having been away."""
 
     def __init__(self, most: int, most_bytes: int, size: Callable[[T], int]) -> None:
         self._most, self._most_bytes, self._size = most, most_bytes, size

@@ -94,7 +94,9 @@ def test_it_ends_where_a_group_is_missing(tmp_path: Path):
 
 
 @pytest.mark.parametrize("reason", ["damaged", "too_large"])
-def test_what_was_left_out_of_a_step_is_left_out_here_and_the_steps_after_it_follow(tmp_path: Path, reason: str):
+def test_what_was_left_out_of_a_step_is_left_out_here_and_the_steps_after_it_follow(
+    tmp_path: Path, reason: str
+):
     lives = [*LIVES[:-1], assigned(1, 1, 1, 3, replayed=True), Settled(3, reason)]
     assert told(read_recorded(write(tmp_path, lives)))[1:] == [(1, 1, [1], True), (2, 0, [2], False)]
 
