@@ -110,6 +110,8 @@ class Fragile(Counting):
     async def reward(self, prompt, completion):
         if self.spoiled or self.broken or "raise" in completion:
             raise KeyError("answer")
+        if "cancel" in completion:
+            raise asyncio.CancelledError
         if "wait" in completion:
             await asyncio.Event().wait()
         self.spoiled = "spoil" in completion
@@ -177,6 +179,12 @@ def test_a_text_that_spoils_the_environment_does_not_speak_against_the_next_one(
 def test_a_text_that_its_worker_called_slow_is_no_evidence_where_it_takes_long(fragile):
     found = scored(fragile[1], rescoring("7", "good"), rescoring("wait", reward_s=0.06))
     assert [each.worker for each in found] == ["good"]
+
+
+def test_an_environment_that_cancels_what_it_is_in_ends_nothing(fragile):
+    assert scored(fragile[1], rescoring("cancel")) == []
+    (good,) = scored(fragile[1], rescoring("7", "good"))
+    assert (good.wrong, good.failed) == ("", "")
 
 
 def test_a_text_on_which_the_tokenizer_fails_ends_nothing(fragile):
