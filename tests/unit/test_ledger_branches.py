@@ -227,6 +227,25 @@ def test_a_damaged_group_of_a_worker_in_quarantine_is_generated_once_more_and_no
     assert group_of_liar.key in again.pool and not list(again.pool.held) and again.expire(200.0) == []
 
 
+def test_a_step_is_repeated_though_the_record_of_the_policy_that_sampled_its_group_is_damaged():
+    run = Run()
+    run.generate("good")
+    run.train()
+    trained = run.generate("good")  # by version 1
+    run.train()
+    run.attach(2, step=0, origin=-1, parent=0)
+    spoil(run, Version, after=4)
+    again = restarted(run)
+    assert 1 not in again.tree
+    again.form_batch(0.0)
+    formed = again.form_batch(0.0)
+    assert (
+        formed.assigned.replayed
+        and formed.assigned.ordinals == (trained.key.ordinal,)
+        and formed.groups == (trained,)
+    )
+
+
 def spoil(run, kind, after=0):
     """The first record of a kind."""
     at = next(at for at, each in enumerate(run.journal.records) if at >= after and isinstance(each, kind))
@@ -234,7 +253,7 @@ def spoil(run, kind, after=0):
 
 
 def restarted(run):
-    again = GroupLedger(CONFIG, MemoryJournal(), itertools.count(100))
+    again = GroupLedger(CONFIG, run.journal, itertools.count(100))
     again.restore(readable(run.journal), 0.0)
     again.versions = Versions(again.tree, run.newest, 0.0)
     return again
