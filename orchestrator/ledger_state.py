@@ -374,12 +374,14 @@ class LedgerState:
         """No step to come will have this group. Whether it stays all the same, and its prompt with it: the steps of
         another branch have it, and whoever resumes there gets it again. It was admitted once."""
         self._unbuffer(key)
-        retired = key.ordinal in self._stored and self._branches.has(key.ordinal)
-        if retired:
-            self._retired.add(key.ordinal)
-        else:
+        stays = self._branches.has(key.ordinal)
+        if not stays:
             self._stored.pop(key.ordinal, None)
-        return retired
+        elif (
+            key.ordinal in self._stored
+        ):  # else it was in a file that is gone, and its steps are soon forgotten, too
+            self._retired.add(key.ordinal)
+        return stays
 
     def _without_left_out(self, assigned: Assigned) -> Assigned:
         ordinals = tuple(each for each in assigned.ordinals if each not in self._left_out)

@@ -11,7 +11,7 @@ import pytest
 from orchestrator.config import OrchestratorConfig
 from orchestrator.ledger import GroupLedger
 from orchestrator.records import Arrived, Assigned, Leased, Took, Version, encode_record
-from orchestrator.spool import MemoryJournal, Place
+from orchestrator.spool import MemoryJournal, Place, Spool
 from orchestrator.versions import Versions
 from tests.orchestration import group
 
@@ -21,8 +21,8 @@ CONFIG = OrchestratorConfig(batch_groups=1, max_lag=1, straggler_hold_s=0.0, lea
 class Run:
     """A ledger, and a trainer that publishes each of its steps."""
 
-    def __init__(self):
-        self.journal, self.leases = MemoryJournal(), itertools.count(1)
+    def __init__(self, journal=None):
+        self.journal, self.leases = journal or MemoryJournal(), itertools.count(1)
         self.ledger = GroupLedger(CONFIG, self.journal, self.leases)
         self.ledger.open("run", "model")
         self.newest = -1
@@ -62,10 +62,13 @@ class Run:
 
 @pytest.fixture
 def forked():
+    return fork(Run())
+
+
+def fork(run):
     """Two branches. Trainer 1 does step 0, writes a checkpoint, and gets the groups of step 1. Trainer 2 resumes
     there, repeats step 1 and writes a checkpoint, does step 2 with a group of `liar`, and step 3. Trainer 1 was not
     dead, and wrote a later one; trainer 3 resumes from that, on a branch of its own."""
-    run = Run()
     run.generate("good")
     run.train()
     fork = run.newest
@@ -128,6 +131,24 @@ def test_a_group_of_a_quarantined_worker_that_no_step_has_is_generated_again(for
     fresh = forked.generate("liar")
     forked.ledger.put_in_quarantine("liar", "it lied", 0.0)
     assert fresh.key in forked.ledger.pool and fresh.key.ordinal not in forked.ledger._stored
+
+
+def test_a_group_given_up_stays_so_in_the_next_life_when_the_file_that_it_was_in_is_gone(tmp_path):
+    spool = Spool(tmp_path, fsync=False, segment_bytes=1)
+    spool.begin(GroupLedger(CONFIG, MemoryJournal(), itertools.count()).snapshot())
+    forked = fork(Run(spool))
+    forked.ledger.rotate()
+    forked.ledger.put_in_quarantine("liar", "it lied", 0.0)
+    forked.ledger.sweep(0.0)
+    forked.generate("good")
+    forked.ledger.keep_from(4)
+    spool.close()
+    assert len(list(tmp_path.glob("*.log"))) == 1
+    again = Spool(tmp_path, fsync=False)
+    restored = GroupLedger(CONFIG, again, itertools.count(100))
+    restored.restore(again.replay(), 0.0)
+    again.close()
+    assert restored.snapshot() == forked.ledger.snapshot() and forked.liars.key not in restored.pool
 
 
 # ---------------------------------------------------------------- groups that can't be read any more
