@@ -85,6 +85,8 @@ class Emptiest:
                 first = min((top for top in tops if top is not None), default=None)
                 if first is None:
                     return None
+                if self._heaps[first.version][0] is not first:
+                    continue  # while other versions were looked at, one was seen to have come to this one
                 worker = self._roster.get(first.name)
                 heapq.heappop(self._heaps[first.version])
                 if worker is not None and first.beyond and not self._within_share(worker):

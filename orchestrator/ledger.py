@@ -355,7 +355,7 @@ class GroupLedger(LedgerState):
                 digest = stored.hash if stored is not None else b""
                 self._write(Settled(ordinal, "damaged", error.message, digest))
                 continue
-            steps = self._steps_then(stored) if assigned.replayed else self._steps(stored)
+            steps = self._steps_then(stored, assigned.step) if assigned.replayed else self._steps(stored)
             bodies.append(record.group)
             lags.append(tuple(assigned.step - step for step in steps))
         return Formed(assigned, tuple(bodies), tuple(lags), tuple(rewards))
@@ -368,9 +368,13 @@ class GroupLedger(LedgerState):
         steps = self.versions.oldest_steps(stored.versions)
         return (-NEVER,) if steps is None else steps
 
-    def _steps_then(self, stored: Stored) -> tuple[int, ...]:
-        """For a step that is repeated: as counted on the branch that had it first, whose policies come again."""
-        return tuple(min(self.tree[version].step for version in sample) for sample in stored.versions)
+    def _steps_then(self, stored: Stored, step: int) -> tuple[int, ...]:
+        """For a step that is repeated: as counted on the branch that had it first, whose policies come again. (A
+        version whose record was damaged does not count; the trainer looks it up in the store.)"""
+        known = (
+            [self.tree[each].step for each in sample if each in self.tree] for sample in stored.versions
+        )
+        return tuple(min(steps, default=step) for steps in known)
 
     def _too_old(self, stored: Stored) -> bool:
         return self.next_step - min(self._steps(stored)) > self._config.max_lag

@@ -147,11 +147,10 @@ class LedgerState:
         return stored.worker if stored is not None else ""
 
     def history(self) -> dict[int, Assigned]:
-        """What each step had, or will have, on the branch of the trainer that has the run."""
-        found = {
-            each.step: self._branches.lookup(self.incarnation, each.step) for each in self._branches.all()
-        }
-        return {step: assigned for step, assigned in found.items() if assigned is not None}
+        """What each step had, or will have, on the branch of the trainer that has the run; not what is left out."""
+        steps = {each.step for each in self._branches.all()}
+        found = (self._branches.lookup(self.incarnation, step) for step in steps)
+        return {each.step: self._without_left_out(each) for each in found if each is not None}
 
     def place_of(self, ordinal: int) -> Place | None:
         """Where the group of a prompt is; None where there is none that may still be asked for."""
@@ -245,10 +244,13 @@ class LedgerState:
                 self._retired.discard(ordinal)
                 self._stored[ordinal] = self._buffer[key] = Stored(key, versions, place, digest, worker)
                 self._buffered_bytes += place.size
+                self.frontier = max(self.frontier, ordinal + 1)  # its lease may have been damaged
                 self._note_full(now)
             case Settled():
                 self._apply_settled(record, now)
             case Assigned(_, step, ordinals):
+                if step > self.next_step:
+                    self._pass_over(record)
                 for ordinal in ordinals:
                     self._unbuffer(Key("train", ordinal))
                     # Where its group was found damaged when the journal was read: a step has had it all the same.
@@ -261,8 +263,9 @@ class LedgerState:
                 self._full_since = None
                 self._note_full(now)
             case Dropped(ordinal, reason):
-                if not self._take_out(Key("train", ordinal)):
-                    self._pool.add(Key("train", ordinal))
+                key = Key("train", ordinal)
+                if not self._take_out(key) and key not in self._pool:  # damaged, it is still leased
+                    self._pool.add(key)
                 self.dropped[reason] += 1
                 self._note_full(now)
             case Quarantined(worker, reason):
@@ -350,6 +353,18 @@ class LedgerState:
 
     # ---------------------------------------------------------------- inside
 
+    def _pass_over(self, assigned: Assigned) -> None:
+        """The records of steps right before this one were damaged. Which groups they had, it knows itself: those that
+        are neither its own nor left."""
+        self._replay = {step: each for step, each in self._replay.items() if step >= assigned.step}
+        if assigned.replayed:
+            return  # a trainer that repeats steps took all of their groups when it began
+        left = {*assigned.open, *assigned.ordinals}
+        for key in [*self._buffer, *self._pool]:
+            if key.ordinal < assigned.frontier and key.ordinal not in left:
+                self._unbuffer(key)
+                self._pool.discard(key)
+
     def _unbuffer(self, key: Key) -> None:
         stored = self._buffer.pop(key, None)
         if stored is not None:
@@ -359,12 +374,18 @@ class LedgerState:
         """No step to come will have this group. Whether it stays all the same, and its prompt with it: the steps of
         another branch have it, and whoever resumes there gets it again. It was admitted once."""
         self._unbuffer(key)
-        retired = key.ordinal in self._stored and self._branches.has(key.ordinal)
-        if retired:
-            self._retired.add(key.ordinal)
-        else:
+        stays = self._branches.has(key.ordinal)
+        if not stays:
             self._stored.pop(key.ordinal, None)
-        return retired
+        elif (
+            key.ordinal in self._stored
+        ):  # else it was in a file that is gone, and its steps are soon forgotten, too
+            self._retired.add(key.ordinal)
+        return stays
+
+    def _without_left_out(self, assigned: Assigned) -> Assigned:
+        ordinals = tuple(each for each in assigned.ordinals if each not in self._left_out)
+        return msgspec.structs.replace(assigned, ordinals=ordinals)
 
     def _note_full(self, now: float) -> None:
         if not self.full:

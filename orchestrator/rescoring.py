@@ -179,7 +179,15 @@ class Rescorer:
 
     def _outcome(self, run: _Run) -> list[Outcome]:
         assert run.future is not None
-        outcome = run.future.result()
+        try:
+            outcome = run.future.result()
+        except Exception as error:  # noqa: BLE001  (whatever the environment did to the thread: we go on)
+            log.warning(
+                "a group could not be scored again",
+                key=name_of(run.rescoring.group.key),
+                reason=f"{type(error).__name__}: {error}"[:REASON_CHARS],
+            )
+            return []
         if outcome is None:
             return []
         if not (outcome.wrong or outcome.failed):

@@ -17,12 +17,14 @@ MOST_WORKERS = 4096
 
 class Turns(Generic[T]):
     """A bounded queue for each worker; next is the worker that has taken the least time of those who wait. One that
-    comes new begins with as much as the least of them, so that nobody is favoured for having been away."""
+    comes new begins with as much as the least of them (where nobody waits, as who had the last turn), so that nobody
+    is favoured for having been away."""
 
     def __init__(self, most: int, most_bytes: int, size: Callable[[T], int]) -> None:
         self._most, self._most_bytes, self._size = most, most_bytes, size
         self._waiting: dict[str, deque[T]] = {}
         self._spent_s: dict[str, float] = {}
+        self._last_s = 0.0  # what the worker that had the last turn had taken before it
         self._bytes = 0
 
     def __len__(self) -> int:
@@ -38,7 +40,7 @@ class Turns(Generic[T]):
                 return False
             self._drop(longest, self._waiting[longest].pop())
         if worker not in self._waiting:
-            floor = min((self._spent_s[each] for each in self._waiting), default=0.0)
+            floor = min((self._spent_s[each] for each in self._waiting), default=self._last_s)
             self._spent_s[worker] = max(floor, self._spent_s.get(worker, floor))
             self._waiting[worker] = deque()
         self._waiting[worker].append(item)
@@ -47,6 +49,7 @@ class Turns(Generic[T]):
 
     def pop(self) -> T:
         worker = min(self._waiting, key=lambda each: self._spent_s[each])
+        self._last_s = self._spent_s[worker]
         item = self._waiting[worker].popleft()
         self._drop(worker, item)
         return item

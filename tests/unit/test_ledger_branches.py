@@ -10,8 +10,8 @@ import pytest
 
 from orchestrator.config import OrchestratorConfig
 from orchestrator.ledger import GroupLedger
-from orchestrator.records import Took, Version, encode_record
-from orchestrator.spool import MemoryJournal, Place
+from orchestrator.records import Arrived, Assigned, Leased, Took, Version, encode_record
+from orchestrator.spool import MemoryJournal, Place, Spool
 from orchestrator.versions import Versions
 from tests.orchestration import group
 
@@ -21,8 +21,8 @@ CONFIG = OrchestratorConfig(batch_groups=1, max_lag=1, straggler_hold_s=0.0, lea
 class Run:
     """A ledger, and a trainer that publishes each of its steps."""
 
-    def __init__(self):
-        self.journal, self.leases = MemoryJournal(), itertools.count(1)
+    def __init__(self, journal=None):
+        self.journal, self.leases = journal or MemoryJournal(), itertools.count(1)
         self.ledger = GroupLedger(CONFIG, self.journal, self.leases)
         self.ledger.open("run", "model")
         self.newest = -1
@@ -62,10 +62,13 @@ class Run:
 
 @pytest.fixture
 def forked():
+    return fork(Run())
+
+
+def fork(run):
     """Two branches. Trainer 1 does step 0, writes a checkpoint, and gets the groups of step 1. Trainer 2 resumes
     there, repeats step 1 and writes a checkpoint, does step 2 with a group of `liar`, and step 3. Trainer 1 was not
     dead, and wrote a later one; trainer 3 resumes from that, on a branch of its own."""
-    run = Run()
     run.generate("good")
     run.train()
     fork = run.newest
@@ -130,6 +133,24 @@ def test_a_group_of_a_quarantined_worker_that_no_step_has_is_generated_again(for
     assert fresh.key in forked.ledger.pool and fresh.key.ordinal not in forked.ledger._stored
 
 
+def test_a_group_given_up_stays_so_in_the_next_life_when_the_file_that_it_was_in_is_gone(tmp_path):
+    spool = Spool(tmp_path, fsync=False, segment_bytes=1)
+    spool.begin(GroupLedger(CONFIG, MemoryJournal(), itertools.count()).snapshot())
+    forked = fork(Run(spool))
+    forked.ledger.rotate()
+    forked.ledger.put_in_quarantine("liar", "it lied", 0.0)
+    forked.ledger.sweep(0.0)
+    forked.generate("good")
+    forked.ledger.keep_from(4)
+    spool.close()
+    assert len(list(tmp_path.glob("*.log"))) == 1
+    again = Spool(tmp_path, fsync=False)
+    restored = GroupLedger(CONFIG, again, itertools.count(100))
+    restored.restore(again.replay(), 0.0)
+    again.close()
+    assert restored.snapshot() == forked.ledger.snapshot() and forked.liars.key not in restored.pool
+
+
 # ---------------------------------------------------------------- groups that can't be read any more
 
 
@@ -169,6 +190,94 @@ def test_a_group_that_was_trained_and_then_spoiled_is_not_generated_again_after_
     restored = GroupLedger(CONFIG, run.journal, itertools.count())
     restored.restore(readable(run.journal), 0.0)
     assert trained.key not in restored.pool and not list(restored.pool.held)
+
+
+def test_a_damaged_lease_of_a_group_that_was_taken_does_not_lease_its_prompt_again():
+    run = Run()
+    taken = run.generate("good")
+    spoil(run, Leased)
+    again = restarted(run)
+    assert again.frontier == 1 and again.lease("good", run.newest, 0.0).key.ordinal != taken.key.ordinal
+
+
+def test_what_a_damaged_step_had_is_not_trained_again_in_a_later_one():
+    run = Run()
+    trained = run.generate("good")
+    run.train()
+    later = run.generate("good")
+    run.train()
+    spoil(run, Assigned)
+    again = restarted(run)
+    assert again.next_step == 2 and not again.buffered, "the next step says which groups were left"
+    assert again.settled(trained.key) and again.settled(later.key)
+
+
+def test_a_damaged_step_leaves_what_the_next_one_left():
+    run = Run()
+    run.generate("good")
+    kept = run.ledger.lease("good", run.newest, 0.0)
+    run.train()
+    run.generate("good")
+    run.train()
+    spoil(run, Assigned)
+    again = restarted(run)
+    assert list(again.pool) == [kept.key] and not again.buffered
+
+
+def test_a_damaged_repeat_of_a_step_is_not_waited_for_when_the_next_one_was_repeated():
+    run = Run()
+    for _ in range(2):
+        run.generate("good")
+        run.train()
+    run.attach(2, step=0, origin=-1, parent=0)
+    before = len(run.journal.records)
+    run.train(), run.train()
+    spoil(run, Assigned, after=before)
+    again = restarted(run)
+    assert again.next_step == 2 and not again.replaying
+    assert again.slots_in_use == 2, "or admission would have a step less for ever"
+
+
+def test_a_damaged_group_of_a_worker_in_quarantine_is_generated_once_more_and_no_lease_is_left_over():
+    run = Run()
+    group_of_liar = run.generate("liar")
+    spoil(run, Arrived)
+    run.ledger.put_in_quarantine("liar", "it lied", 0.0)
+    again = restarted(run)
+    again.expire(100.0)
+    assert group_of_liar.key in again.pool and not list(again.pool.held) and again.expire(200.0) == []
+
+
+def test_a_step_is_repeated_though_the_record_of_the_policy_that_sampled_its_group_is_damaged():
+    run = Run()
+    run.generate("good")
+    run.train()
+    trained = run.generate("good")  # by version 1
+    run.train()
+    run.attach(2, step=0, origin=-1, parent=0)
+    spoil(run, Version, after=4)
+    again = restarted(run)
+    assert 1 not in again.tree
+    again.form_batch(0.0)
+    formed = again.form_batch(0.0)
+    assert (
+        formed.assigned.replayed
+        and formed.assigned.ordinals == (trained.key.ordinal,)
+        and formed.groups == (trained,)
+    )
+
+
+def spoil(run, kind, after=0):
+    """The first record of a kind."""
+    at = next(at for at, each in enumerate(run.journal.records) if at >= after and isinstance(each, kind))
+    run.journal._bodies[at] = b"spoiled"
+
+
+def restarted(run):
+    again = GroupLedger(CONFIG, run.journal, itertools.count(100))
+    again.restore(readable(run.journal), 0.0)
+    again.versions = Versions(again.tree, run.newest, 0.0)
+    return again
 
 
 def readable(journal):

@@ -62,6 +62,19 @@ def test_a_fleet_that_is_never_full_leaves_nothing_behind_and_takes_turns():
     assert set(turns.values()) == {1000 // WORKERS}
 
 
+def test_a_worker_that_is_seen_to_serve_another_version_while_it_is_anothers_turn_is_not_forgotten():
+    fleet = Fleet()
+    first, moved = fleet.workers[:2]
+    for each in fleet.workers[2:]:
+        fleet.roster.remove(each)
+    first.version = 1
+    fleet.leases[first.name] = 4
+    fleet.emptiest = Emptiest(fleet.roster, lambda name: fleet.leases[name])
+    fleet.emptiest.touch(first), fleet.emptiest.touch(moved)
+    moved.version = 1  # it said Hello again, and nothing since
+    assert fleet.emptiest.pop(lambda version: True) is moved, "it is the emptiest"
+
+
 # ---------------------------------------------------------------- fairness
 
 HUGE = 1 << 16

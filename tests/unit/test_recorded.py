@@ -12,7 +12,7 @@ from async_rl.errors import ConfigError
 from orchestrator.config import OrchestratorConfig
 from orchestrator.ledger import GroupLedger, hash_of
 from orchestrator.recorded import Recorded, read_recorded
-from orchestrator.records import Arrived, Assigned, Record, Resumable, Took, Version, encode_group
+from orchestrator.records import Arrived, Assigned, Record, Resumable, Settled, Took, Version, encode_group
 from orchestrator.spool import Spool
 from tests.orchestration import group, train_key
 
@@ -91,6 +91,14 @@ def test_a_trainer_that_had_nothing_to_repeat_any_more_began_anew(tmp_path: Path
 def test_it_ends_where_a_group_is_missing(tmp_path: Path):
     lost = [each for each in LIVES if not (isinstance(each, Arrived) and each.ordinal == 1)]
     assert [step for step, *_ in told(read_recorded(write(tmp_path, lost)))] == [0]
+
+
+@pytest.mark.parametrize("reason", ["damaged", "too_large"])
+def test_what_was_left_out_of_a_step_is_left_out_here_and_the_steps_after_it_follow(
+    tmp_path: Path, reason: str
+):
+    lives = [*LIVES[:-1], assigned(1, 1, 1, 3, replayed=True), Settled(3, reason)]
+    assert told(read_recorded(write(tmp_path, lives)))[1:] == [(1, 1, [1], True), (2, 0, [2], False)]
 
 
 def test_a_write_that_is_under_way_is_left_out_and_left_alone(tmp_path: Path):

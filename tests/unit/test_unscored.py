@@ -110,6 +110,8 @@ class Fragile(Counting):
     async def reward(self, prompt, completion):
         if self.spoiled or self.broken or "raise" in completion:
             raise KeyError("answer")
+        if "cancel" in completion:
+            raise asyncio.CancelledError
         if "wait" in completion:
             await asyncio.Event().wait()
         self.spoiled = "spoil" in completion
@@ -179,6 +181,12 @@ def test_a_text_that_its_worker_called_slow_is_no_evidence_where_it_takes_long(f
     assert [each.worker for each in found] == ["good"]
 
 
+def test_an_environment_that_cancels_what_it_is_in_ends_nothing(fragile):
+    assert scored(fragile[1], rescoring("cancel")) == []
+    (good,) = scored(fragile[1], rescoring("7", "good"))
+    assert (good.wrong, good.failed) == ("", "")
+
+
 def test_a_text_on_which_the_tokenizer_fails_ends_nothing(fragile):
     environment = fragile[0]
 
@@ -229,6 +237,20 @@ def test_who_has_the_most_waiting_makes_room_and_one_that_was_away_gets_no_arrea
     turns.spent("many", 1.0)
     turns.add("new", "n0")
     assert turns.pop() == "f0", "as much as the least of those that wait, not nothing"
+
+
+def test_who_comes_while_nobody_waits_is_not_favoured_over_one_that_was_always_there():
+    turns = Turns(64, 1 << 20, len)
+    for each in range(100):  # alone: its queue is empty whenever its turn has begun
+        turns.add("old", f"o{each}")
+        turns.pop()
+        turns.spent("old", 1.0)
+    turns.add("new", "n0")
+    turns.add("old", "o100")
+    turns.add("new", "n1")
+    assert turns.pop() == "n0"
+    turns.spent("new", 5.0)
+    assert turns.pop() == "o100", "a hundred seconds of the new one are not waited for"
 
 
 def test_what_is_too_large_is_passed_over_and_sizes_are_counted():
