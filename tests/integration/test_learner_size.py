@@ -183,6 +183,15 @@ def test_a_checkpoint_of_other_settings_is_refused(model: Path, group: RankGroup
         checkpoints.restore(store, saved, 0, adapted.rows())
 
 
+def test_a_checkpoint_of_more_adapters_is_refused(model: Path, group: RankGroup, tmp_path: Path):
+    store = FileStore(f"file://{tmp_path}/run")
+    more = learner_of(model, group, {**LORA, "lora_targets": ("q_proj", "v_proj")})
+    saved = save_checkpoint(store, group, more, Progress(0, 0, 0, 0, 0))
+    fewer = learner_of(model, group, {**LORA, "lora_targets": ("q_proj",)})
+    with pytest.raises(CheckpointError, match=r"holds .*v_proj.weight.lora_A \(4 such"):
+        checkpoints.restore(store, saved, 0, fewer.rows())
+
+
 # ---------------------------------------------------------------- the same numbers
 
 
