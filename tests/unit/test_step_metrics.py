@@ -82,6 +82,9 @@ def test_several_updates_are_one_line():
         assert getattr(both, name) == pytest.approx(getattr(whole, name)), name
     assert both.loss == pytest.approx(whole.loss) and both.entropy == pytest.approx(2.0)
     assert (both.tokens, both.grad_norm, both.measured) == (4, 3.0, first.measured)
+    # The policy that the second update moves sampled none of its tokens.
+    assert (both.fresh_tokens, both.fresh_kl_k3) == (first.fresh_tokens, first.fresh_kl_k3)
+    assert both.fresh_abs_logprob == first.fresh_abs_logprob
     assert merged([first]) is first
 
 
