@@ -358,10 +358,13 @@ def _router_coef(model: Any) -> float:
 
 
 def _turn_off_dropout(model: nn.Module) -> None:
-    """No dropout: pi must be the policy that the engines serve."""
+    """Nothing is left to chance: pi must be the policy that the engines serve. Rates of dropout, of layers dropped and
+    of routers' noise stand in modules of their own or as plain numbers, by many names; while activations are
+    checkpointed the model trains, and would use them."""
     model.eval()
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0  # type: ignore[assignment]
+        for name, value in list(vars(module).items()):
+            if isinstance(value, float) and ("drop" in name or "jitter" in name):
+                setattr(module, name, 0.0)
