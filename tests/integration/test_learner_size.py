@@ -270,6 +270,9 @@ def test_the_routers_of_a_mixture_get_the_gradient_of_their_balance_loss(tmp_pat
         assert (extra - wanted).abs().max() <= 1e-5, name
     gate = "model.layers.0.mlp.gate.weight"
     assert (found[0.05][gate] - found[0.0][gate]).abs().max() > 1e-4
+    off = learner_of(tmp_path / "0.05", group, {"router_loss_coef": 0.0})
+    off.forward_backward(*batch)
+    assert all(torch.equal(each, found[0.0][name]) for name, each in gradients(off).items())
 
 
 # ---------------------------------------------------------------- ranks
