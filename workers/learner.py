@@ -358,7 +358,7 @@ def _router_coef(model: Any, wanted: float | None) -> float:
 
 
 def _turn_off_dropout(model: nn.Module) -> None:
-    """Nothing is left to chance: pi must be the policy that the engines serve. Rates of dropout, of layers dropped and
+    """Nothing is left to chance: pi must be the policy that the engines serve. Rates of dropout, of layers dropped,
     of routers' noise stand in modules of their own or as plain numbers, by many names; while activations are
     checkpointed the model trains, and would use them."""
     model.eval()

@@ -40,8 +40,8 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True):
     are new; then a large model's step is faster, a tiny one's is not."""
 
     router_loss_coef: NotNegative | None = None
-    """Of a mixture of experts: weight of its routers' balance loss. Left out: the model's own, router_aux_loss_coef of
-    its config.json, which is what it was pretrained with and may be large beside a policy gradient (gpt-oss says
+    """Of a mixture of experts: weight of its routers' balance loss. Left out: the model's own, router_aux_loss_coef
+    of its config.json, which is what it was pretrained with and may be large beside a policy gradient (gpt-oss says
     0.9). 0: none."""
 
     lora_rank: Count = 0

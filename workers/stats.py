@@ -93,7 +93,7 @@ def merged(updates: Sequence[StepStats]) -> StepStats:
     tokens = sum(each.tokens for each in updates)
     loss = sum(each.loss * each.tokens for each in updates) / max(tokens, 1)
     first = updates[0].sums
-    sums = TokenSums(*(sum(column) for column in columns))._replace(  # type: ignore[arg-type]
+    sums = TokenSums(*(sum(column) for column in columns))._replace(
         fresh_tokens=first.fresh_tokens,
         fresh_abs_logprob=first.fresh_abs_logprob,
         fresh_kl_k3=first.fresh_kl_k3,
