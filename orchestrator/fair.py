@@ -9,7 +9,8 @@ was lost.
     2  where none of these can take a lease: likewise one that holds as many, but is good for what a newcomer is; up
        to its capacity, and not of what is left to the others: to each an equal share of all leases that there may be,
        or twice its capacity, if that is less
-    3  one whose leases all came to nothing rests (roster.py), if others are here that do not
+    3  one whose leases all came to nothing rests (roster.py), if others are here that do not; where none of these
+       serves a version that gets leases, it may try one
 
 A worker that is alone may have them all.
 """
@@ -89,7 +90,7 @@ class Emptiest:
                     continue  # while other versions were looked at, one was seen to have come to this one
                 worker = self._roster.get(first.name)
                 heapq.heappop(self._heaps[first.version])
-                if worker is not None and first.beyond and not self._within_share(worker):
+                if worker is not None and first.beyond and not self._within_share(worker, wanted):
                     passed_over.append(first)  # in this turn; in the next one it may be alone
                     continue
                 del self._newest[first.name]
@@ -98,7 +99,7 @@ class Emptiest:
             for entry in passed_over:
                 heapq.heappush(self._heaps.setdefault(entry.version, []), entry)
 
-    def _within_share(self, worker: Worker) -> bool:
+    def _within_share(self, worker: Worker, wanted: Callable[[int], bool]) -> bool:
         """Whether one more lease leaves as many to each of the others."""
         if self._kept is None:
             takers = [each for each in self._roster.here if each.takes_leases and each.shown]
@@ -108,6 +109,10 @@ class Emptiest:
         others = kept - (_kept_for(worker, equal) if worker.shown else 0.0)
         if not others:
             return True
+        if not worker.shown and not self._leases(worker.name):
+            return not any(
+                each.takes_leases and each.shown and wanted(each.version) for each in self._roster.here
+            )
         return worker.shown >= FIRST_LEASES and self._leases(worker.name) < self._most() - others
 
     def _make_again(self) -> None:

@@ -308,6 +308,7 @@ def restore(
     """
     tables = [_read_table(store, ref) for ref in checkpoint.tables]
     jobs = [(name, row, list(_holders(name, row, tables))) for name, row in rows.items()]
+    _check_nothing_is_left(tables, rows)
     with ThreadPoolExecutor(READERS, thread_name_prefix="checkpoint") as pool:
         # list() re-raises the first error of any thread.
         list(pool.map(lambda job: _fill(store, checkpoint.name, *job), jobs))
@@ -345,6 +346,17 @@ def _holders(name: str, row: OptimizerRows, tables: list[Table]) -> Iterator[_Fo
         raise CheckpointError(
             f"{name}: the checkpoint holds {covered} of the rows {row.first} to {stop}",
             hint="its tables are inconsistent: resume from an older step with --resume STEP",
+        )
+
+
+def _check_nothing_is_left(tables: list[Table], rows: Mapping[str, OptimizerRows]) -> None:
+    """Raises CheckpointError for what only the checkpoint has: adapters of fewer targets would start from other
+    weights than those it stands for, and nobody would notice."""
+    left = sorted({name for table in tables for name in table.pieces} - rows.keys())
+    if left:
+        raise CheckpointError(
+            f"the checkpoint holds {left[0]} ({len(left)} such in all), which this trainer does not train",
+            hint="go on with the settings of model.lora_… and trainer.optimizer that it was written with",
         )
 
 

@@ -227,8 +227,9 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, incoming: Tensor, *_: Any) -> Any:
-        # In place: these are the only ones there are, and a second backward through freed tensors raises.
-        made = [each if each is None else each.mul_(incoming.to(each.dtype)) for each in ctx.saved_tensors]
+        # In place: these are the only ones there are, and a second backward through freed tensors raises. By a factor
+        # that is not rounded to 16 bits: it is the same for all of them, so its error would not average out.
+        made = [each if each is None else each.mul_(incoming) for each in ctx.saved_tensors]
         return (*made, None, None, None, None)
 
 

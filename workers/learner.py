@@ -101,7 +101,7 @@ class Learner:
         self._model = load_model(model.path, model.attention, device)
         self.vocab_size: int = self._model.get_input_embeddings().weight.shape[0]
         _turn_off_dropout(self._model)
-        self._router_coef = _router_coef(self._model)
+        self._router_coef = _router_coef(self._model, model.router_loss_coef)
         if model.activation_checkpointing:
             self._model.gradient_checkpointing_enable({"use_reentrant": False})
             self._model.train()  # transformers checkpoints only then; dropout is off anyway
@@ -346,10 +346,10 @@ def _head_settings(
     return HeadSettings(LogitMap(), temperature, budget, compiled)
 
 
-def _router_coef(model: Any) -> float:
+def _router_coef(model: Any, wanted: float | None) -> float:
     """Of a mixture of experts: the weight of its routers' balance loss (Switch, arXiv 2101.03961), which it is asked
     for; 0 for other models. A mean over a micro-batch's tokens, so it alone depends on the packing."""
-    coef = float(getattr(model.config, "router_aux_loss_coef", 0.0) or 0.0)
+    coef = float(getattr(model.config, "router_aux_loss_coef", 0.0) or 0.0) if wanted is None else wanted
     if coef and hasattr(model.config, "output_router_logits"):
         model.config.output_router_logits = True
         return coef
@@ -357,13 +357,16 @@ def _router_coef(model: Any) -> float:
 
 
 def _turn_off_dropout(model: nn.Module) -> None:
-    """No dropout: pi must be the policy that the engines serve."""
+    """Nothing is left to chance: pi must be the policy that the engines serve. Rates of dropout, of layers dropped,
+    of routers' noise stand in modules of their own or as plain numbers, by many names; while activations are
+    checkpointed the model trains, and would use them."""
     model.eval()
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0  # type: ignore[assignment]
+        for name, value in list(vars(module).items()):
+            if isinstance(value, float) and ("drop" in name or "jitter" in name):
+                setattr(module, name, 0.0)
 
 
 def _square_sum(gradient: Tensor) -> Tensor:

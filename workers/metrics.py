@@ -22,7 +22,7 @@ that do not exist, or are not finite, are null.
                                    leased again); of this step's batch for trainer_lag, trainer_version and
                                    trainer_malformed
 
-    loss                           as minimised
+    loss                           as minimised, but for what the routers of a mixture add
     grad_norm                      before clipping
     learning_rate                  of this step
     entropy                        of the policy, nats per token

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
+
 from async_rl.algo.advantages import AdvantageConfig
 from async_rl.algo.losses import LossConfig
 from async_rl.algo.staleness import Tree
@@ -66,6 +68,7 @@ def replay(
     the initial weights, `latest` or a step for a checkpoint's.
 
     Raises CheckpointError, ConfigError, StoreErrors."""
+    trainer = msgspec.structs.replace(trainer, replicas=1)  # of one rank there is one copy
     device = choose_device(trainer.device)
     prepare_torch(trainer, device, seed)
     checkpoint = checkpoints.choose(store, begin, open_run(store).fingerprint)

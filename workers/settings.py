@@ -41,6 +41,11 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """torch.compile each decoder layer. On a CPU it needs a C++ compiler; the first steps take minutes while shapes
     are new; then a large model's step is faster, a tiny one's is not."""
 
+    router_loss_coef: NotNegative | None = None
+    """Of a mixture of experts: weight of its routers' balance loss. Left out: the model's own, router_aux_loss_coef
+    of its config.json, which is what it was pretrained with and may be large beside a policy gradient (gpt-oss says
+    0.9). 0: none."""
+
     lora_rank: Count = 0
     """Train low-rank adapters of this rank in the place of the weights; 0: train all weights. What is published and
     served is the merged weights, so engines and `async-rl weights` see no difference; what shrinks is the optimizer:

@@ -85,15 +85,21 @@ def _effective(weights: float, squares: float, count: float) -> float | None:
 
 
 def merged(updates: Sequence[StepStats]) -> StepStats:
-    """Of a step of several updates: sums over all, the greatest gradient, the loss by tokens. What was measured is of
-    the first update, before which the policy had not moved."""
+    """Of a step of several updates: sums over all, the greatest gradient, the loss by tokens. What was measured, and
+    what is fresh, is of the first update, before which the policy had not moved."""
     if len(updates) == 1:
         return updates[0]
     columns = zip(*(each.sums for each in updates), strict=True)
     tokens = sum(each.tokens for each in updates)
     loss = sum(each.loss * each.tokens for each in updates) / max(tokens, 1)
+    first = updates[0].sums
+    sums = TokenSums(*(sum(column) for column in columns))._replace(
+        fresh_tokens=first.fresh_tokens,
+        fresh_abs_logprob=first.fresh_abs_logprob,
+        fresh_kl_k3=first.fresh_kl_k3,
+    )
     both = stats_of(
-        TokenSums(*(sum(column) for column in columns)),
+        sums,
         Greatest(max(e.ratio_max for e in updates), max(e.kl_k3_max for e in updates)),  # type: ignore[arg-type]
         loss=loss,
         entropy=sum(each.entropy * each.tokens for each in updates),

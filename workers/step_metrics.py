@@ -50,7 +50,8 @@ def learner_metrics(stats: StepStats, learning_rate: float) -> Values:
         "grad_norm": stats.grad_norm,
         "learning_rate": learning_rate,
         "entropy": stats.entropy,
-        "ratio/mean": stats.ratio_mean,
+        # Of no token there is no mean, and one of 0 would be an alarm.
+        "ratio/mean": stats.ratio_mean if stats.tokens else None,
         "ratio/max": stats.ratio_max,
         "ess/token": stats.ess_token,
         "ess/sequence": stats.ess_sequence,

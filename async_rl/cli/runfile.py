@@ -82,7 +82,14 @@ def cautions(r: RunFile) -> list[str]:
     return [
         *losses.cautions(r.loss, r.orchestrator.max_lag, r.trainer.minibatches),
         *advantage_cautions(r.advantage, r.orchestrator.drop_no_signal),
+        *_adapter_cautions(r.model),
     ]
+
+
+def _adapter_cautions(model: ModelConfig) -> list[str]:
+    if model.lora_targets and not model.lora_rank:
+        return ["model.lora_targets does nothing with model.lora_rank = 0: all weights are trained"]
+    return []
 
 
 def read_worker_options(overrides: tuple[str, ...]) -> tuple[RolloutConfig, StoreConfig, WeightsConfig]:

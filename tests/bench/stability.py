@@ -246,7 +246,7 @@ def picture(outcomes: Sequence[Outcome], file: Path) -> None:
 @click.option("--losses", default=",".join(LOSSES), show_default=True, help="Names, or all.")
 @click.option("--lags", default=",".join(map(str, LAGS)), show_default=True)
 @click.option("--seeds", default=",".join(map(str, SEEDS)), show_default=True)
-@click.option("--docs", is_flag=True, help="Write docs/stability.md's table and docs/stability.svg.")
+@click.option("--docs", is_flag=True, help="Write docs/stability.svg, and show the table as markdown.")
 @click.option("--json", "file", type=click.Path(path_type=Path), help="Also write every run here.")
 def main(losses: str, lags: str, seeds: str, docs: bool, file: Path | None) -> None:
     console = Console()

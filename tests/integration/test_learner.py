@@ -26,7 +26,7 @@ from tests.learner_support import (
 )
 from workers import checkpoints
 from workers.checkpoints import Progress
-from workers.learner import Learner, compute_dtype, warmup_factor
+from workers.learner import Learner, _turn_off_dropout, compute_dtype, warmup_factor
 from workers.pretrained import load_causal_lm
 from workers.process_group import RankGroup, rank_group
 
@@ -161,6 +161,20 @@ def test_activation_checkpointing_changes_no_gradient(model: Path, group: RankGr
     learner = make_learner(model, group, activation_checkpointing=True)
     learner.forward_backward(*share(samples, 64, group))
     assert_same(gradients(learner), reference_gradients(model, samples, 1.0))
+
+
+def test_nothing_is_dropped_while_activations_are_checkpointed():
+    """Then the model is in its training mode, and OPT's rates of dropout and of dropped layers are plain numbers."""
+    from transformers import OPTConfig, OPTForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "ffn_dim": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    noisy = OPTForCausalLM(OPTConfig(vocab_size=40, word_embed_proj_dim=16, layerdrop=0.5, **sizes))
+    _turn_off_dropout(noisy)
+    noisy.train()
+    ids = torch.arange(8)[None]
+    first = noisy(input_ids=ids).logits
+    assert all(torch.equal(noisy(input_ids=ids).logits, first) for _ in range(4))
 
 
 def test_an_untied_head_is_trained_too(tmp_path: Path, group: RankGroup):

@@ -183,6 +183,15 @@ def test_a_checkpoint_of_other_settings_is_refused(model: Path, group: RankGroup
         checkpoints.restore(store, saved, 0, adapted.rows())
 
 
+def test_a_checkpoint_of_more_adapters_is_refused(model: Path, group: RankGroup, tmp_path: Path):
+    store = FileStore(f"file://{tmp_path}/run")
+    more = learner_of(model, group, {**LORA, "lora_targets": ("q_proj", "v_proj")})
+    saved = save_checkpoint(store, group, more, Progress(0, 0, 0, 0, 0))
+    fewer = learner_of(model, group, {**LORA, "lora_targets": ("q_proj",)})
+    with pytest.raises(CheckpointError, match=r"holds .*v_proj.weight.lora_A \(4 such"):
+        checkpoints.restore(store, saved, 0, fewer.rows())
+
+
 # ---------------------------------------------------------------- the same numbers
 
 
@@ -261,6 +270,9 @@ def test_the_routers_of_a_mixture_get_the_gradient_of_their_balance_loss(tmp_pat
         assert (extra - wanted).abs().max() <= 1e-5, name
     gate = "model.layers.0.mlp.gate.weight"
     assert (found[0.05][gate] - found[0.0][gate]).abs().max() > 1e-4
+    off = learner_of(tmp_path / "0.05", group, {"router_loss_coef": 0.0})
+    off.forward_backward(*batch)
+    assert all(torch.equal(each, found[0.0][name]) for name, each in gradients(off).items())
 
 
 # ---------------------------------------------------------------- ranks

@@ -100,6 +100,8 @@ def test_the_losses_come_out_again_from_the_beginning_and_from_a_checkpoint(tmp_
     lines = replay(*arguments)
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
     assert [line["step"] for line in replay(*arguments, "--from", "4")] == [5]
+    several = replay(*arguments, "--from", "4", "--set", "trainer.replicas=2")
+    assert [line["step"] for line in several] == [5], "one rank, whatever the run had"
     held.close()
     after = sorted((path, path.stat().st_mtime_ns) for path in tmp_path.rglob("*") if path.is_file())
     assert [each for each in after if each[0].name != "run.toml"] == before, "it only reads"

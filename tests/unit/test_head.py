@@ -278,6 +278,20 @@ def test_a_fused_loss_scales_with_what_comes_in():
     assert torch.allclose(weight.grad, wanted[3])  # type: ignore[arg-type]
 
 
+def test_what_a_fused_loss_is_divided_by_is_not_rounded_to_16_bits():
+    """Its rounding would be in all of a micro-batch's gradients alike, by up to a part in 500."""
+    case = make_case(4, 9)
+    made = []
+    for divisor in (1.0, 7.0):
+        hidden, weight = (each.bfloat16().requires_grad_() for each in (case.hidden, case.weight))
+        settings = HeadSettings(LogitMap(), 1.0, 100)
+        loss, _, _ = token_loss(hidden, weight, None, case.targets, settings, lambda lp, h, k: lp.sum())
+        (loss / divisor).backward()
+        made.append((hidden.grad, weight.grad))
+    for whole, part in zip(*made, strict=True):
+        assert torch.equal(part, (whole.float() * torch.tensor(1 / 7)).bfloat16())
+
+
 def test_without_gradients_a_fused_loss_makes_none():
     case = make_case(4, 9)
     weight = case.weight.clone().requires_grad_()

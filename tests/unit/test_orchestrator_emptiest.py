@@ -153,6 +153,24 @@ def test_one_that_came_first_and_took_all_and_finishes_nothing_gets_nothing_whil
     assert held(play) == {"liar": 20}, "there is nobody else"
 
 
+def test_one_that_rests_may_try_a_lease_while_no_other_could_get_one():
+    fleet = Fleet()
+    resting, *others = fleet.workers
+    resting.failed(100.0, times=FIRST_LEASES)
+    resting.version = 1
+    fleet.emptiest.touch(resting)
+    assert fleet.grant(1) is resting, "the others serve a version that gets none"
+    assert fleet.grant(1) is None, "one, to try"
+    fleet.leases.clear()
+    others[0].version = 1
+    for worker in (resting, others[0]):
+        fleet.emptiest.touch(worker)
+    others[0].capacity = 1
+    fleet.leases[others[0].name] = 1
+    fleet.emptiest.touch(others[0])
+    assert fleet.grant(1) is None, "another one could, and is only full"
+
+
 def test_who_comes_to_nothing_again_rests_longer_until_it_finishes_something():
     worker = Fleet().workers[0]
     rests = []

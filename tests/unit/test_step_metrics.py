@@ -60,6 +60,12 @@ def test_without_tokens_there_is_no_sample_size():
     assert nothing.ess_token is None and nothing.ess_sequence is None and nothing.ratio_max == 0.0
 
 
+def test_a_step_without_tokens_alarms_nobody():
+    alerts = Alerts(AlertsConfig())
+    assert alerts.look(learner_metrics(stats([[]]), 1e-3)) == []
+    assert sum(alerts.counts.values()) == 0
+
+
 def test_several_updates_are_one_line():
     first, second = stats([[0.1, 0.2], [0.0]], 1.0), stats([[2.0]], 3.0)
     first = replace(first, measured=((3.0, 0.0, 0.0, 0.0),))
@@ -76,6 +82,9 @@ def test_several_updates_are_one_line():
         assert getattr(both, name) == pytest.approx(getattr(whole, name)), name
     assert both.loss == pytest.approx(whole.loss) and both.entropy == pytest.approx(2.0)
     assert (both.tokens, both.grad_norm, both.measured) == (4, 3.0, first.measured)
+    # The policy that the second update moves sampled none of its tokens.
+    assert (both.fresh_tokens, both.fresh_kl_k3) == (first.fresh_tokens, first.fresh_kl_k3)
+    assert both.fresh_abs_logprob == first.fresh_abs_logprob
     assert merged([first]) is first
 
 
