@@ -134,7 +134,9 @@ def trl_points(
     return run_side(python, "tests.bench.peers.reward_trl", asked, folder, 2 * LIMIT_S)
 
 
-def our_points(folder: Path, model: Path, *, slow: bool, **changes: dict[str, Any]) -> dict[str, Any]:
+def our_points(
+    folder: Path, model: Path, *, slow: bool, engine: str = "vllm", **changes: dict[str, Any]
+) -> dict[str, Any]:
     """Until the goal was measured, or the limit; the run is then stopped."""
     tables = {name: dict(table) for name, table in OURS.items()}
     for name, table in [*(SLOW.items() if slow else ()), *changes.items()]:
@@ -152,7 +154,7 @@ def our_points(folder: Path, model: Path, *, slow: bool, **changes: dict[str, An
         os.environ.update(server.env)
         with LocalRun(folder / "run", f"{server.url}/reward", model, **tables) as local:
             trainer = local.start_trainer()
-            worker = local.start_worker("w1", *options, engine="vllm")
+            worker = local.start_worker("w1", *options, engine=engine)
             began = _serving(local, trainer, worker)
             there = lambda: not trainer.running() or _reached(local.metrics())  # noqa: E731
             local.wait("the goal or the end", _until(there, began + LIMIT_S), LIMIT_S + 60, worker)
