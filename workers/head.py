@@ -47,6 +47,7 @@ __all__ = [
     "plan_tiles",
     "token_loss",
     "token_scores",
+    "usual_budget",
 ]
 
 LossOf = Callable[[Tensor, Tensor, slice], Tensor]
@@ -75,6 +76,15 @@ def plan_rows(tokens: int, words: int, logit_bytes: int, kept_bytes: int, budget
     tokens, words = max(tokens, 1), max(words, 1)
     rows = _even(tokens, max(1, budget * 3 // 4 // (kept_bytes * words)))
     return Tiles(rows, _even(words, max(min(tile.NARROWEST, words), budget // 4 // (logit_bytes * rows))))
+
+
+def usual_budget(token_bytes: int, accelerator: bool) -> int:
+    """Bytes of a tile where nothing is said: room for the logits (plan_rows; `token_bytes` a token) of so many tokens
+    that multiplying them is not waiting for memory. Adding a part to the head's gradient moves all of it: a CPU with
+    ten operations per byte of bandwidth is busy from 256 tokens on, an accelerator with hundreds from a thousand on.
+    And never less than products want in the other direction."""
+    tokens, least = (1024, 512 << 20) if accelerator else (256, 64 << 20)
+    return max(least, tokens * token_bytes * 4 // 3)
 
 
 def _even(count: int, most: int) -> int:

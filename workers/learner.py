@@ -47,7 +47,7 @@ from async_rl.algo.losses import (
 from async_rl.algo.packing import MicroBatch
 from async_rl.errors import ConfigError
 from workers.custom_loss import custom_function
-from workers.head import HeadSettings, LogitMap
+from workers.head import HeadSettings, LogitMap, usual_budget
 from workers.masters import Adapters, Masters, WholeMasters, adapted, local
 from workers.optimizers import OptimizerRows, make_optimizer, optimizer_rows, set_updates
 from workers.packed_attention import load_model
@@ -125,7 +125,8 @@ class Learner:
         self._reference = self._load_reference(model) if loss.reference_coef else None
 
     def _sharded(self, model: Any, *, offload: bool) -> Policy:
-        settings = _head_settings(self._trainer, self._temperature, self._device)
+        token_bytes = self.vocab_size * self._dtype.itemsize
+        settings = _head_settings(self._trainer, self._temperature, self._device, token_bytes)
         policy = Policy(model, settings, whole=self._trainer.head == "logits")
         shard(policy, model, self._placement, self._dtype, offload=offload)
         return policy
@@ -335,11 +336,14 @@ class Learner:
         return torch.from_numpy(array).to(self._device, non_blocking=True)
 
 
-def _head_settings(trainer: TrainerConfig, temperature: float, device: torch.device) -> HeadSettings:
-    on_cpu = device.type == "cpu"
-    mib = trainer.head_tile_mib or (64 if on_cpu else 512)
-    compiled = trainer.head_compile == "always" or (trainer.head_compile == "auto" and not on_cpu)
-    return HeadSettings(LogitMap(), temperature, mib << 20, compiled)
+def _head_settings(
+    trainer: TrainerConfig, temperature: float, device: torch.device, token_bytes: int
+) -> HeadSettings:
+    """`token_bytes`: of the logits of one token."""
+    accelerator = device.type != "cpu"
+    budget = trainer.head_tile_mib << 20 or usual_budget(token_bytes, accelerator)
+    compiled = trainer.head_compile == "always" or (trainer.head_compile == "auto" and accelerator)
+    return HeadSettings(LogitMap(), temperature, budget, compiled)
 
 
 def _router_coef(model: Any) -> float:
@@ -364,5 +368,5 @@ def _turn_off_dropout(model: nn.Module) -> None:
 
 def _square_sum(gradient: Tensor) -> Tensor:
     """In float64, a piece at a time: the whole of a vocabulary's gradient would be its largest tensor twice more."""
-    pieces = gradient.reshape(-1).split(1 << 20)
+    pieces = gradient.reshape(-1).split(1 << 20)  # type: ignore[no-untyped-call]
     return sum((p.double().square().sum() for p in pieces), gradient.new_zeros((), dtype=torch.float64))

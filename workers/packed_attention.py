@@ -121,7 +121,10 @@ def packed_attention(
         )
     cuts = cuts or Cuts([(1, query.shape[2])])
     tokens = [samples * length for samples, length in cuts]
-    queries, keys, values = (each[0].split(tokens, 1) for each in (query, key, value))
+    queries, keys, values = (
+        each[0].split(tokens, 1)  # type: ignore[no-untyped-call]
+        for each in (query, key, value)
+    )
     parts = [
         _attend(q, k, v, samples, scaling, sliding_window)
         for q, k, v, (samples, _) in zip(queries, keys, values, cuts, strict=True)
@@ -133,8 +136,10 @@ def _attend(
     query: Tensor, key: Tensor, value: Tensor, samples: int, scaling: float | None, window: int | None
 ) -> Tensor:
     """Of one run of samples, query [H, N L, D] -> [N L, H, D]."""
+    split = (samples, -1)
     query_NHLD, key_NGLD, value_NGLD = (
-        each.unflatten(1, (samples, -1)).transpose(0, 1) for each in (query, key, value)
+        each.unflatten(1, split).transpose(0, 1)  # type: ignore[no-untyped-call]
+        for each in (query, key, value)
     )
     length = query_NHLD.shape[2]
     mask = _window_mask(length, window, query.device) if window is not None and length > window else None

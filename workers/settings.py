@@ -112,9 +112,8 @@ class TrainerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """How log-probabilities are made. auto: in tiles, never all logits at once (workers/head.py), where the model's
     last layer is a plain one; what it does to its logits is found out at the start. logits: all of them at once."""
     head_tile_mib: Count = 0
-    """Memory of one tile of logits and of what is computed from it. 0: 64 on a CPU, whose caches like tiles small and
-    whose products do not mind (a quarter of it took a fifth more time, on two cores); 512 on an accelerator, whose
-    products want hundreds of tokens and thousands of words."""
+    """Memory of one tile of logits and of what is computed from it. 0: what the logits of 256 tokens take on a CPU,
+    of 1024 on an accelerator, and a third more (workers/head.py, usual_budget); at least 64 and 512."""
     head_compile: Literal["auto", "always", "never"] = "auto"
     """The arithmetic on a tile by torch.compile, one pass over memory instead of ten. auto: on an accelerator, where
     memory is what it waits for; on a CPU it wants a C++ compiler."""

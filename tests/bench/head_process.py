@@ -38,16 +38,17 @@ def logits(hidden: Tensor, weight: Tensor, targets: Tensor, g: Tensor) -> Tensor
     return found.detach()
 
 
-def _settings() -> Any:
-    from workers.head import HeadSettings, LogitMap
+def _settings(weight: Tensor) -> Any:
+    from workers.head import HeadSettings, LogitMap, usual_budget
 
-    return HeadSettings(LogitMap(), TEMPERATURE, 64 << 20)  # the default on a CPU
+    budget = usual_budget(len(weight) * weight.element_size(), accelerator=False)
+    return HeadSettings(LogitMap(), TEMPERATURE, budget)
 
 
 def tiles(hidden: Tensor, weight: Tensor, targets: Tensor, g: Tensor) -> Tensor:
     from workers.head import token_scores
 
-    found, _entropy = token_scores(hidden, weight, None, targets, _settings())
+    found, _entropy = token_scores(hidden, weight, None, targets, _settings(weight))
     (found * g).sum().backward()
     return found.detach()
 
@@ -56,7 +57,7 @@ def fused(hidden: Tensor, weight: Tensor, targets: Tensor, g: Tensor) -> Tensor:
     from workers.head import token_loss
 
     loss, found, _entropy = token_loss(
-        hidden, weight, None, targets, _settings(), lambda lp, h, k: (lp * g[k]).sum()
+        hidden, weight, None, targets, _settings(weight), lambda lp, h, k: (lp * g[k]).sum()
     )
     loss.backward()
     return found

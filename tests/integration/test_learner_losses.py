@@ -306,6 +306,20 @@ def test_several_updates_from_a_checkpoint_give_the_same_bits(
     assert all(torch.equal(value, bits(learner)[name]) for name, value in bits(again).items())
 
 
+def test_frozen_logprobs_are_always_those_of_the_policy_as_it_is(
+    model: Path, group: RankGroup, tmp_path: Path
+):
+    """A pass without a backward pass must not leave its weights to the next one. (In bfloat16 FSDP has a copy.)"""
+    learner = make_learner(model, group, dtype="bfloat16")
+    rows, totals = share(near_samples(model, 6), 1000, group)
+    stats = learner.forward_backward(rows, totals)
+    (before,) = learner.frozen_logprobs(rows)
+    learner.optimizer_step(stats)
+    (after,) = learner.frozen_logprobs(rows)
+    (wanted,) = resumed(learner, model, group, tmp_path, dtype="bfloat16").frozen_logprobs(rows)
+    assert torch.equal(after, wanted) and not torch.equal(after, before)
+
+
 def test_only_the_first_update_measures_workers(model: Path, group: RankGroup):
     samples = [
         dataclasses.replace(s, slots_C=np.full(len(s.tokens_C), i % 2))

@@ -15,7 +15,16 @@ from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
 
 from workers import head_tile
-from workers.head import HeadSettings, LogitMap, Tiles, plan_rows, plan_tiles, token_loss, token_scores
+from workers.head import (
+    HeadSettings,
+    LogitMap,
+    Tiles,
+    plan_rows,
+    plan_tiles,
+    token_loss,
+    token_scores,
+    usual_budget,
+)
 
 MAPS = [LogitMap(), LogitMap(0.3), LogitMap(1.7, cap=2.0)]
 
@@ -161,15 +170,20 @@ def test_types_of_the_trainer_give_it_to_their_rounding(
     assert_near(in_tiles(case, made, 0.5, fused, dtype), reference(case, logits, 0.9, 0.5), tolerance)
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["twice", "fused"])
-def test_sums_over_tiles_are_not_rounded_to_16_bits(monkeypatch: pytest.MonkeyPatch, fused: bool):
+@pytest.mark.parametrize(
+    ("fused", "budget"),
+    [(False, 10 * 4 * 64), (False, 10 * 4 * 2), (True, 4 * 2 * 256)],
+    ids=["four words", "four words of two tokens", "three tokens"],
+)
+def test_sums_over_tiles_are_not_rounded_to_16_bits(
+    monkeypatch: pytest.MonkeyPatch, fused: bool, budget: int
+):
     """Of 64 tiles each would add its own rounding; together no more than one."""
     monkeypatch.setattr(head_tile, "NARROWEST", 4)
     case = make_case(64, 256, width=8)
     case = case._replace(
         hidden=(case.hidden / 4).bfloat16().double(), weight=case.weight.bfloat16().double()
     )
-    budget = 4 * 2 * 256 if fused else 10 * 4 * 64  # three tokens, or four words, at a time
     found = in_tiles(case, HeadSettings(LogitMap(), 1.0, budget), 0.0, fused, torch.bfloat16)
     # The logits' own rounding is in both.
     rounded = (case.hidden.bfloat16() @ case.weight.bfloat16().T).double()
@@ -313,6 +327,13 @@ def test_logits_that_are_kept_fit_into_the_budget_with_the_arithmetic_on_them(
         assert kept + rows.tokens * rows.words * logit_bytes <= budget
     if rows.tokens < tokens:
         assert 2 * (rows.tokens + 1) * words * kept_bytes > budget * 3 // 4
+
+
+def test_the_usual_budget_keeps_the_logits_of_some_hundreds_of_tokens_whatever_the_vocabulary():
+    assert usual_budget(40 * 4, accelerator=False) == 64 << 20
+    for words, size, accelerator, tokens in ((151_936, 4, False, 256), (262_144, 2, True, 1024)):
+        budget = usual_budget(words * size, accelerator)
+        assert 0.9 * tokens <= plan_rows(tokens * 10, words, 12, size, budget).tokens <= tokens
 
 
 def test_tiles_take_all_tokens_while_they_can_and_even_shares_of_the_words():
