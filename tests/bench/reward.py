@@ -4,8 +4,8 @@ The task is the demo's (reverse four letters), so is the model, 16 prompts times
 runs the reward takes 0.5 to 1 s, with a tail (peers/slow.py), awaited for all samples at once by both.
 
     ours   real processes as in the demo: an S3 server, trainer and orchestrator, a rollout worker with vLLM; the
-           demo's settings. One core for the trainer, the other for the engine. The clock begins when the worker
-           serves.
+           demo's settings, nearly. One core for the trainer, the other for the engine. The clock begins when the
+           worker serves.
     TRL    GRPOTrainer with transformers' generate on both cores. The clock begins with its first step, and stands
            still while the held-out reward is measured (ours goes on: the engine measures between other work).
 
@@ -52,7 +52,7 @@ OURS: dict[str, dict[str, Any]] = {
     "run": {"seed": 0},
     "environment": {"name": "reverse", "args": ENVIRONMENT},
     "sampling": {"group_size": GROUP, "max_tokens": MAX_TOKENS, "temperature": 1.0},
-    "orchestrator": {"batch_groups": GROUPS, "max_lag": 4},
+    "orchestrator": {"batch_groups": GROUPS, "max_lag": 4, "drop_no_signal": False},
     "eval": {"every": EVAL_EVERY, "prompts": EVAL_PROMPTS},
     "trainer": {
         "steps": STEPS,
@@ -60,12 +60,13 @@ OURS: dict[str, dict[str, Any]] = {
         "warmup_steps": 5,
         "clip_norm": 0.5,
         "publish_every": 1,
-        "microbatch_tokens": 512,
+        "microbatch_tokens": 4096,
         "threads": 1,
         "out": "out",
     },
 }
-"""examples/demo.toml's."""
+"""examples/demo.toml's, but for two that make both sides do the same: every group is trained, with a signal or
+without, and a batch in one pass."""
 
 SLOW: dict[str, dict[str, Any]] = {
     "environment": {"name": "tests.bench.peers.slow:SlowReverse", "args": ENVIRONMENT},
@@ -134,7 +135,9 @@ def trl_points(
     return run_side(python, "tests.bench.peers.reward_trl", asked, folder, 2 * LIMIT_S)
 
 
-def our_points(folder: Path, model: Path, *, slow: bool, **changes: dict[str, Any]) -> dict[str, Any]:
+def our_points(
+    folder: Path, model: Path, *, slow: bool, engine: str = "vllm", **changes: dict[str, Any]
+) -> dict[str, Any]:
     """Until the goal was measured, or the limit; the run is then stopped."""
     tables = {name: dict(table) for name, table in OURS.items()}
     for name, table in [*(SLOW.items() if slow else ()), *changes.items()]:
@@ -152,7 +155,7 @@ def our_points(folder: Path, model: Path, *, slow: bool, **changes: dict[str, An
         os.environ.update(server.env)
         with LocalRun(folder / "run", f"{server.url}/reward", model, **tables) as local:
             trainer = local.start_trainer()
-            worker = local.start_worker("w1", *options, engine="vllm")
+            worker = local.start_worker("w1", *options, engine=engine)
             began = _serving(local, trainer, worker)
             there = lambda: not trainer.running() or _reached(local.metrics())  # noqa: E731
             local.wait("the goal or the end", _until(there, began + LIMIT_S), LIMIT_S + 60, worker)
