@@ -109,7 +109,8 @@ class TrainerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     minibatches: AtLeastOne = 1
     """Optimizer updates per step, each from its share of the step's batch (at most one per sample). 1: with lag the
     samples are off-policy enough. More make a step's samples go further and the policy move within the step; the
-    step stays the unit of lag and of versions, and warmup_steps counts updates."""
+    step stays the unit of lag and of versions, and warmup_steps counts updates. Workers are compared
+    (docs/verification.md) by the samples of the first share alone: the others meet a policy that has moved."""
     microbatch_tokens: AtLeastOne = 4096
     """Tokens packed into one forward pass; a longer sample gets one of its own. Memory grows with it; so does the
     time of attention, with its square, unless model.attention is packed or flash_attention_2."""
