@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from async_rl.algo.losses import LossConfig
 from tests.learner_support import (
     CPU,
     gradients,
@@ -54,13 +55,21 @@ def trained(folder: Path, group: RankGroup, dtype: str, way: str) -> dict[str, t
     return found
 
 
+def fused(config: LossConfig) -> bool:
+    return True
+
+
+def not_fused(config: LossConfig) -> bool:
+    return False
+
+
 def all_ways(
     group: RankGroup, models: Path, out: Path, kinds: list[tuple[str, str]], ways: tuple[str, ...]
 ) -> None:
     head_tile.NARROWEST = 7
     for tied, dtype in kinds:
         for way in ways:
-            learner.SUMS_OVER_TOKENS = frozenset({"dppo_tv"} if way == "fused" else ())
+            learner.by_token = fused if way == "fused" else not_fused
             found = trained(models / tied, group, dtype, way)
             if group.rank == 0:
                 save_file(found, out / f"{group.size}-{tied}-{dtype}-{way}.safetensors")
@@ -72,7 +81,7 @@ def play(folder: Path, kinds: list[tuple[str, str]], alone_too: tuple[str, ...])
         save_tiny_model(folder / tied, tie_word_embeddings=tied == "tied")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(head_tile, "NARROWEST", head_tile.NARROWEST)
-        patch.setattr(learner, "SUMS_OVER_TOKENS", learner.SUMS_OVER_TOKENS)
+        patch.setattr(learner, "by_token", learner.by_token)
         torch.set_num_threads(1)
         with rank_group(CPU, 60.0) as alone:
             all_ways(alone, folder, folder, kinds, alone_too)

@@ -122,9 +122,10 @@ def hashes(folder: Path) -> list[dict[str, str]]:
 
 
 def told(folder: Path) -> dict[int, dict[str, Any]]:
-    """What metrics.jsonl says about each step, in the history that survives; times and versions left out."""
+    """What metrics.jsonl says about each step, in the history that survives; left out: times, versions, and alerts,
+    which look back over steps of one life."""
     steps = {line["step"]: line for line in metrics(folder) if "reward/mean" in line}
-    left_out = ("time", "version", "incarnation", "checkpoint")
+    left_out = ("time", "version", "incarnation", "checkpoint", "tokens_per_s", "waiting", "mfu", "alerts")
     return {
         step: {name: value for name, value in line.items() if not name.startswith(left_out)}
         for step, line in steps.items()

@@ -33,6 +33,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunInfo:
 class Rows:
     """Shards and State of one rank in one: its rows of every tensor, cut as fully_shard cuts them."""
 
+    on_device = False
+
     def __init__(self, run: RunInfo, rank: int, ranks: int) -> None:
         self._parts, self._bits = [], {}
         place = 0
