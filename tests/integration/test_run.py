@@ -89,7 +89,10 @@ def test_workers_join_and_die_and_the_run_goes_on(tmp_path: Path, s3_url: str, t
             workers = {worker.worker: worker for worker in status.workers} if status else {}
             if "second" in workers and workers["second"].state == "serving":
                 ready.setdefault("version", status.newest_version)
-            return "second" in workers and workers["second"].leases > 0
+            if "second" not in workers or not workers["second"].leases:
+                return False
+            ready["used"] = status.newest_version
+            return True
 
         run.wait("the second worker to hold a lease", used, START_S, trainer, first, second)
         assert run.status().newest_version - ready["version"] <= 1
