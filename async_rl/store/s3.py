@@ -82,6 +82,10 @@ class S3Store:
                 return
             except NotSupported:
                 self._not_enforced()
+            except AlreadyExists:
+                if not self._took_the_place_of_nothing(key, data):
+                    raise
+                return
         if not key.endswith(RECORD):
             raise StoreError(
                 f"can't {doing}: this store does not enforce conditional puts, and only records (*{RECORD}) "
@@ -95,6 +99,22 @@ class S3Store:
             if first is not None and first.key == ours:
                 return
         raise AlreadyExists(f"can't {doing}: there is an object already")
+
+    def _took_the_place_of_nothing(self, key: str, data: bytes | memoryview) -> bool:
+        """Some servers (SeaweedFS) keep an empty object where a writer was killed between the headers and the body of
+        its put. No record is empty: one that is counts as absent, for readers too, and whoever creates it replaces
+        just this one (If-Match)."""
+        if not key.endswith(RECORD):
+            return False
+        doing = f"create {self._name(key)}"
+        try:
+            found = self._call(doing, lambda: self._client.head_object(**self._at(key)))
+            if found["ContentLength"] or not found.get("ETag"):
+                return False
+            self._call(doing, lambda: self._put(key, data, IfMatch=found["ETag"]))
+        except (AlreadyExists, NotFound, NotSupported):  # somebody was faster
+            return False
+        return True
 
     def settled(self, key: str, data: bytes | memoryview) -> bool:
         if self._conditional:
@@ -143,6 +163,8 @@ class S3Store:
             if start > size or (start == size and length):
                 raise past_the_end(name, size, start, length)
             data = b""
+        if not data and length != 0 and plain_key(key).endswith(RECORD):
+            raise NotFound(f"{name} is empty, as of a put that broke off")
         return data
 
     def stream(self, key: str, start: int, length: int) -> Iterator[bytes]:
@@ -209,6 +231,8 @@ class S3Store:
             if first is None:
                 raise
             return ObjectInfo(key, first.size, first.modified)
+        if not answer["ContentLength"] and plain_key(key).endswith(RECORD):
+            raise NotFound(f"{self._name(key)} is empty, as of a put that broke off")
         return ObjectInfo(key, answer["ContentLength"], answer["LastModified"].timestamp())
 
     def _require_bucket(self, doing: str) -> None:
@@ -240,6 +264,8 @@ class S3Store:
                     hint=f"is there an S3 server at {self._place.endpoint}, or a proxy that answers itself?",
                 )
             for item in page.get("Contents", ()):
+                if not item["Size"] and plain_key(item["Key"]).endswith(RECORD):
+                    continue  # a put that broke off
                 yield ObjectInfo(item["Key"][len(root) :], item["Size"], item["LastModified"].timestamp())
             if not page.get("IsTruncated"):
                 return

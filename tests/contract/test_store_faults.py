@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -12,10 +13,12 @@ from async_rl.errors import (
     AlreadyExists,
     BucketMissing,
     ConfigError,
+    NotFound,
     StoreError,
     StoreUnavailable,
 )
 from async_rl.store import StoreConfig, open_store
+from async_rl.store.s3 import S3Store
 from tests.faulty import FaultyS3, answer, cut, drop, lose_answer, slow_link, stall, status
 from tests.servers import S3Server
 
@@ -309,3 +312,41 @@ def test_a_link_slower_than_the_connect_limit_is_no_failure(faulty_s3: FaultyS3)
     faulty_s3.script(slow_link(12e6), methods=("PUT",))
     store.put("k", data)
     assert len(faulty_s3.seen) == 1
+
+
+def test_a_record_whose_writer_died_before_its_body_counts_as_absent(
+    seaweed: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SeaweedFS keeps an empty object of such a put."""
+    seaweed.activate(monkeypatch)
+    store = open_store(seaweed.new_url(), QUICK)
+    assert isinstance(store, S3Store)
+    store.put("versions/0000000000.json", b"{}")
+    key = "versions/0000000001.json"
+    signed = store._client.generate_presigned_url("put_object", Params=store._at(key), ExpiresIn=60)
+    place = urlsplit(signed)
+    with socket.create_connection((place.hostname, place.port), 10) as broken:
+        head = (
+            f"PUT {place.path}?{place.query} HTTP/1.1\r\nHost: {place.netloc}\r\nContent-Length: 9\r\n\r\n"
+        )
+        broken.sendall(head.encode())
+
+    def size() -> int | None:
+        listed = store._client.list_objects_v2(Bucket=store.bucket, Prefix=store._at(key)["Key"])
+        return next((item["Size"] for item in listed.get("Contents", ())), None)
+
+    deadline = time.monotonic() + 30
+    while size() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert size() == 0, "this server leaves nothing: the case is not met any more"
+
+    assert [info.key for info in store.list_after("versions/")] == ["versions/0000000000.json"]
+    for look in (store.get, store.head):
+        with pytest.raises(NotFound):
+            look(key)
+    other = open_store(store.url, QUICK)
+    store.put_if_absent(key, b"ours")
+    with pytest.raises(AlreadyExists):
+        other.put_if_absent(key, b"theirs")
+    assert store.get(key) == b"ours"
+    assert [info.key for info in store.list_after("versions/")][1:] == [key]
