@@ -93,7 +93,8 @@ class ObjectStore(Protocol):
     def put_if_absent(self, key: str, data: bytes | memoryview) -> None:
         """Create an object. Raises AlreadyExists where there is one (also after a retry of our own put whose
         answer was lost: the caller compares contents). Where the store does not enforce that, two that create at the
-        same time can both succeed at first: `settled` tells whose object stands."""
+        same time can both succeed at first: `settled` tells whose object stands. A record (*.json) is never empty: a
+        store may take an empty one for a put that broke off, and for absent."""
         ...
 
     def settled(self, key: str, data: bytes | memoryview) -> bool:
