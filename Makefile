@@ -29,7 +29,7 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest tests/unit -q -m "not slow" $(PARALLEL) $(ARGS)
+	$(BIN)/python -m pytest tests/unit -q -m "not slow and not long" $(PARALLEL) $(ARGS)
 
 bench: $(READY) $(VENV)/.bench-models
 	$(BIN)/python -m tests.bench $(ARGS)
