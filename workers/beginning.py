@@ -7,7 +7,6 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from async_rl.errors import ConfigError
 from async_rl.log import get_logger
 from async_rl.store import ObjectStore
 from async_rl.weights.lineage import Claim, claim, list_versions
@@ -15,7 +14,6 @@ from async_rl.weights.publisher import Publisher
 from async_rl.weights.run import RunInfo, ensure_run
 from workers import checkpoints
 from workers.checkpoints import Checkpoint, Progress
-from workers.engines.shards import find_shards, read_table
 from workers.learner import Learner
 from workers.process_group import RankGroup
 
@@ -36,9 +34,9 @@ class Start(Struct, frozen=True):
 
 def take_run(store: ObjectStore, model_dir: Path, learner: Learner, resume: str) -> Start:
     """Rank 0: become the run's trainer."""
-    _check_names(model_dir, learner)
+    tensors = learner.published()
     store.probe()  # a store without conditional puts is used in another way, and warned of
-    run = ensure_run(store, model_dir, learner.parameters())
+    run = ensure_run(store, model_dir, tensors)
     # What fails must fail before another trainer is fenced.
     checkpoints.choose(store, resume, run.fingerprint)
     claimed = claim(store)
@@ -68,16 +66,3 @@ def begin(
     return msgspec.structs.replace(
         progress, version=publisher.committed, incarnation=start.claim.incarnation
     )
-
-
-def _check_names(model_dir: Path, learner: Learner) -> None:
-    """Versions are published under the trainer's names, and engines read them under those of the model's own files.
-    Raises ConfigError where the two differ (transformers keeps the experts of a mixture in one tensor)."""
-    stored = set(read_table(find_shards(model_dir)))
-    other = sorted(learner.parameters().keys() - stored)
-    if other and stored:
-        raise ConfigError(
-            f"{len(other)} parameters of the model in {model_dir} have other names in memory than in its files, "
-            f"{other[0]} is one: what is published under them no engine could load",
-            hint="mixtures of experts whose experts transformers fuses can be trained, but not yet published",
-        )

@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,9 @@ from async_rl.algo.losses import (
 )
 from async_rl.algo.packing import MicroBatch
 from async_rl.errors import ConfigError
+from async_rl.weights.rows import Published
 from workers.custom_loss import custom_function
+from workers.file_names import find_names, persistent_buffers
 from workers.head import HeadSettings, LogitMap, usual_budget
 from workers.masters import Adapters, Masters, WholeMasters, adapted, local
 from workers.optimizers import OptimizerRows, make_optimizer, optimizer_rows, set_updates
@@ -99,6 +102,7 @@ class Learner:
         self._group, self._device = group, device
         self._dtype = compute_dtype(model.dtype, device)
         self._model = load_model(model.path, model.attention, device)
+        self._names = find_names(self._model, Path(model.path))
         self.vocab_size: int = self._model.get_input_embeddings().weight.shape[0]
         _turn_off_dropout(self._model)
         self._router_coef = _router_coef(self._model, model.router_loss_coef)
@@ -145,9 +149,14 @@ class Learner:
         )
 
     def parameters(self) -> dict[str, DTensor]:
-        """Hugging Face names to sharded parameters; rounded to bfloat16 they are what the forward pass
+        """transformers' names to sharded parameters; rounded to bfloat16 they are what the forward pass
         sees."""
         return self._seen
+
+    def published(self) -> dict[str, Published]:
+        """The same, and what else the forward pass reads, by the names of the model's files. Raises ConfigError where
+        they are not rows of parameters (file_names.py)."""
+        return self._names.of(self._seen | persistent_buffers(self._model))
 
     # ------------------------------------------------------------ one step
 
@@ -316,6 +325,7 @@ class Learner:
         for parameter in reference.parameters():
             parameter.requires_grad_(False)
             parameter.data = parameter.data.bfloat16().to(self._dtype)
+        _round_buffers(reference)
         policy = self._sharded(reference, offload=self._device.type != "cpu")
         policy.check(self._device)
         return policy
@@ -323,6 +333,7 @@ class Learner:
     @torch.no_grad()
     def _round_frozen(self) -> None:
         """What has no master is seen as it is published, too."""
+        _round_buffers(self._model)
         for weight in self._seen.values():
             if not weight.requires_grad:
                 local(weight).copy_(local(weight).to(torch.bfloat16))
@@ -367,6 +378,12 @@ def _turn_off_dropout(model: nn.Module) -> None:
         for name, value in list(vars(module).items()):
             if isinstance(value, float) and ("drop" in name or "jitter" in name):
                 setattr(module, name, 0.0)
+
+
+@torch.no_grad()
+def _round_buffers(model: nn.Module) -> None:
+    for buffer in persistent_buffers(model).values():
+        buffer.copy_(buffer.bfloat16())
 
 
 def _square_sum(gradient: Tensor) -> Tensor:

@@ -116,7 +116,7 @@ def run_rank(
                 bucket,
                 start.run,
                 start.claim,
-                learner.parameters(),
+                learner.published(),
                 weights,
                 parent=start.parent_version,
                 on_commit=lambda manifest: _committed(manifest, lead, publisher),

@@ -33,7 +33,6 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 
 import msgspec
-import torch
 from msgspec import Struct
 
 from async_rl.errors import AlreadyExists, AsyncRLError, Fenced, StoreUnavailable, WaitTimeout, WeightsError
@@ -49,6 +48,7 @@ from async_rl.weights.full import FullPacks
 from async_rl.weights.lineage import Claim, Manifest, Verdict
 from async_rl.weights.ranks import RankLost, Ranks, Report, exchange, open_ranks, raise_first
 from async_rl.weights.readers import newest_lack
+from async_rl.weights.rows import Published
 from async_rl.weights.run import RunInfo
 from async_rl.weights.shards import Shards, State
 
@@ -108,7 +108,7 @@ class Publisher:
         store: ObjectStore,
         run: RunInfo,
         claim: Claim,
-        parameters: Mapping[str, torch.Tensor],
+        parameters: Mapping[str, Published],
         config: WeightsConfig,
         *,
         parent: int = -1,

@@ -3,7 +3,8 @@
 Supported: FSDP2's DTensors sharded by rows (`Shard(0)` over all ranks, with torch.chunk's rule: rank r
 holds rows [r*c, min((r+1)*c, rows)), c = ceil(rows / ranks); the last shards may be short or empty); the same in
 several copies (HSDP: `Replicate(), Shard(0)` on a mesh [copies, ranks / copies]), of which the first one is written;
-and plain tensors, which are taken to be equal on every rank. Everything else is refused before training starts.
+plain tensors, which are taken to be equal on every rank; and owned ranges of the rows of such a tensor, under names
+of their own (rows.py). Everything else is refused before training starts.
 
 Memory: a State is one 16-bit copy of this rank's rows. The buffers come from a pool, tensor by tensor, and go
 back when the last holder lets go; two per tensor are kept. Who compares two states while a third is still being
@@ -29,6 +30,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from async_rl.errors import ModelMismatch, WeightsError
 from async_rl.weights.codec.tensors import bits_of
 from async_rl.weights.packs import TensorSpec
+from async_rl.weights.rows import Published, RowsOf, rows_in
 from async_rl.weights.run import RunInfo
 
 __all__ = ["Part", "Shards", "State", "no_room", "rows_of"]
@@ -60,7 +62,7 @@ class Shards:
     def __init__(
         self,
         run: RunInfo,
-        parameters: Mapping[str, torch.Tensor],
+        parameters: Mapping[str, Published],
         rank: int,
         ranks: int,
         *,
@@ -72,10 +74,11 @@ class Shards:
         self._run = run
         self._parameters = _select(run, parameters)
         # Ranks that hold one copy of the model between them, the first ones of all.
-        self.holders = min((_holders(each, ranks) for each in self._parameters.values()), default=ranks)
-        for spec in run.tensors:
-            _check_placement(spec, self._parameters[spec.name], rank, ranks, self.holders)
-        self._gpus = {each.device for each in self._parameters.values() if each.device.type == "cuda"}
+        wholes = {id(each.whole): (name, each.whole) for name, each in self._parameters.items()}
+        self.holders = min((_holders(each, ranks) for _, each in wholes.values()), default=ranks)
+        for name, whole in wholes.values():
+            _check_placement(name, whole, rank, ranks, self.holders)
+        self._gpus = {each.device for _, each in wholes.values() if each.device.type == "cuda"}
         self._on_device = on_device
         self._pool = _Pool()
 
@@ -97,16 +100,29 @@ class Shards:
 
     def _fill(self, buffers: dict[str, _Buffer]) -> None:
         dtype = TORCH_DTYPES[self._run.dtype]
-        for name, tensor in self._parameters.items():
-            local = _local(tensor)
-            if self.rank >= self.holders and isinstance(tensor, DTensor):
-                local = local[:0]  # a further copy: another rank writes these rows
+        for name, rows in self._parameters.items():
+            local = self._held(rows)
             buffer = buffers[name] = self._pool.take(name)
             if buffer.data is None:
                 buffer.data = self._room(name, local, dtype)
             # On a GPU it is rounded before it travels; where it stays, copy_ itself rounds, as `.to` does.
             travels = local.is_cuda and not self._on_device
             buffer.data.copy_(local.to(dtype) if travels else local, non_blocking=True)
+
+    def _held(self, rows: RowsOf) -> torch.Tensor:
+        """This rank's part of it, a view."""
+        local = _local(rows.whole)
+        if not isinstance(rows.whole, DTensor):
+            return rows.of_rows(local, 0)
+        if self.rank >= self.holders:
+            local = local[:0]  # a further copy: another rank writes these rows
+        return rows.of_rows(local, self._row_range(rows, self.rank)[0])
+
+    def _row_range(self, rows: RowsOf, rank: int) -> tuple[int, int]:
+        """Of the trained tensor: what a rank holds."""
+        total = rows_in(rows.whole)
+        start = min(rank * -(-total // self.holders), total)
+        return start, start + rows_of(rank, total, self.holders)
 
     def _room(self, name: str, local: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         if not self._on_device:
@@ -121,26 +137,24 @@ class Shards:
         not sharded is rank 0's."""
         place = 0
         for index, spec in enumerate(self._run.tensors):
-            size = math.prod(spec.shape)
-            start, count = 0, size if self.rank == 0 else 0
-            if isinstance(self._parameters[spec.name], DTensor):
-                rows = spec.shape[0]
-                row = size // rows if rows else 0
-                start = min(self.rank * -(-rows // self.holders), rows) * row
-                count = rows_of(self.rank, rows, self.holders) * row
-            if count:
-                yield Part(index, start, count, place)
-            place += size
+            rows = self._parameters[spec.name]
+            start, count = (0, rows.count) if self.rank == 0 else (0, 0)
+            if isinstance(rows.whole, DTensor):
+                start, count = rows.within(*self._row_range(rows, self.rank))
+            if count * rows.unit:
+                yield Part(index, start * rows.unit, count * rows.unit, place)
+            place += math.prod(spec.shape)
 
     def sources(self, spec: TensorSpec, owner: int) -> Iterator[tuple[int, int]]:
         """(rank, bytes) of the pieces of a tensor in their order; empty pieces are left out."""
-        if not isinstance(self._parameters[spec.name], DTensor):
+        rows = self._parameters[spec.name]
+        if not isinstance(rows.whole, DTensor):
             if spec.nbytes:
                 yield owner, spec.nbytes
             return
-        row_bytes = spec.nbytes // spec.shape[0] if spec.shape[0] else 0
+        unit_bytes = spec.nbytes // rows.count if rows.count else 0
         for rank in range(self.holders):
-            size = rows_of(rank, spec.shape[0], self.holders) * row_bytes
+            size = rows.within(*self._row_range(rows, rank))[1] * unit_bytes
             if size:
                 yield rank, size
 
@@ -281,7 +295,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def _select(run: RunInfo, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _select(run: RunInfo, parameters: Mapping[str, Published]) -> dict[str, RowsOf]:
     """The run's tensors in its order. Others may only be further names of these (tied, under the first
     name)."""
     missing = [spec.name for spec in run.tensors if spec.name not in parameters]
@@ -290,16 +304,16 @@ def _select(run: RunInfo, parameters: Mapping[str, torch.Tensor]) -> dict[str, t
             f"the trainer has no parameter {missing[0]!r} ({len(missing)} of the run are missing)",
             hint="give the publisher the parameters that ensure_run was given, under their Hugging Face names",
         )
-    chosen = {spec.name: parameters[spec.name] for spec in run.tensors}
+    chosen = {spec.name: _rows(parameters[spec.name]) for spec in run.tensors}
     for spec in run.tensors:
-        if tuple(chosen[spec.name].shape) != spec.shape:
+        if chosen[spec.name].shape != spec.shape:
             raise ModelMismatch(
-                f"parameter {spec.name} has shape {tuple(chosen[spec.name].shape)}, in the run {spec.shape}",
+                f"parameter {spec.name} has shape {chosen[spec.name].shape}, in the run {spec.shape}",
                 hint="start from the run's own model, or give this one a run URL of its own",
             )
-    addresses = {_local(tensor).data_ptr() for tensor in chosen.values()}
+    addresses = {_local(rows.whole).data_ptr() for rows in chosen.values()}
     for name in parameters.keys() - chosen.keys():
-        local = _local(parameters[name])
+        local = _local(_rows(parameters[name]).whole)
         if local.numel() and local.data_ptr() not in addresses:
             raise ModelMismatch(
                 f"parameter {name!r} is not among the run's tensors",
@@ -308,12 +322,16 @@ def _select(run: RunInfo, parameters: Mapping[str, torch.Tensor]) -> dict[str, t
     return chosen
 
 
+def _rows(published: Published) -> RowsOf:
+    return published if isinstance(published, RowsOf) else RowsOf.all_of(published)
+
+
 def _holders(tensor: torch.Tensor, ranks: int) -> int:
     mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
     return mesh.shape[1] if mesh is not None and mesh.ndim == 2 else ranks
 
 
-def _check_placement(spec: TensorSpec, tensor: torch.Tensor, rank: int, ranks: int, holders: int) -> None:
+def _check_placement(name: str, tensor: torch.Tensor, rank: int, ranks: int, holders: int) -> None:
     if not isinstance(tensor, DTensor):
         return
     mesh = tensor.device_mesh
@@ -321,14 +339,14 @@ def _check_placement(spec: TensorSpec, tensor: torch.Tensor, rank: int, ranks: i
     supported = ((Shard(0),), (Replicate(), Shard(0)))[: 2 if holders < ranks or mesh.ndim == 2 else 1]
     if not in_order or tuple(tensor.placements) not in supported or mesh.ndim > 2:
         raise WeightsError(
-            f"parameter {spec.name} is placed as {tuple(tensor.placements)} on a mesh of shape "
+            f"parameter {name} is placed as {tuple(tensor.placements)} on a mesh of shape "
             f"{tuple(mesh.shape)}: only Shard(0) over all {ranks} ranks in order, or over each row of a mesh "
             "[copies, ranks / copies], can be published",
             hint="apply fully_shard with a mesh of all ranks, of one dimension or of two, and its default placement",
         )
-    expected = (rows_of(rank % holders, spec.shape[0], holders), *spec.shape[1:])
+    expected = (rows_of(rank % holders, tensor.shape[0], holders), *tensor.shape[1:])
     if tuple(_local(tensor).shape) != expected:
         raise WeightsError(
-            f"rank {rank} holds {tuple(_local(tensor).shape)} of parameter {spec.name}, not {expected}",
+            f"rank {rank} holds {tuple(_local(tensor).shape)} of parameter {name}, not {expected}",
             hint="rows must be split by torch.chunk's rule, as fully_shard does",
         )

@@ -29,6 +29,7 @@ from async_rl.weights.config import WeightsConfig
 from async_rl.weights.lineage import Claim, claim
 from async_rl.weights.publisher import Publisher
 from async_rl.weights.ranks import from_rank0
+from async_rl.weights.rows import Published, RowsOf
 from async_rl.weights.run import RunInfo, ensure_run
 from tests.weights_support import ScriptedStore, raises, tiny_qwen3, write_model_dir
 
@@ -70,7 +71,11 @@ SHAPES = {
     "empty.weight": (0, 3),
     "layer.weight": (64, 33),
     "scalar": (),  # on every rank, not sharded
+    # Five experts: 3 and 2 on two ranks; 2, 2, 1, 0 on four.
+    "experts.gate_up": (5, 6, 7),
+    "experts.down": (5, 3, 7),  # transposed in the files
 }
+FUSED = tuple(name for name in SHAPES if name.startswith("experts."))
 STATES = 4
 
 
@@ -84,6 +89,22 @@ def state(number: int) -> dict[str, torch.Tensor]:
         if number == 3:
             tensor.mul_(-1.7)
     return whole
+
+
+def as_files(trained: dict[str, torch.Tensor]) -> dict[str, Published]:
+    """What is published of the trained tensors: each expert's matrices under names of their own."""
+    result: dict[str, Published] = {name: each for name, each in trained.items() if name not in FUSED}
+    for number in range(5):
+        views = {
+            "gate": ("experts.gate_up", (3, 7), (7, 1), number * 42),
+            "up": ("experts.gate_up", (3, 7), (7, 1), number * 42 + 21),
+            "down": ("experts.down", (7, 3), (1, 7), number * 21),
+        }
+        for name, (home, *view) in views.items():
+            rows = RowsOf.of_view(trained[home], *view)
+            assert rows is not None
+            result[f"experts.{number}.{name}"] = rows
+    return result
 
 
 def sharded(whole: dict[str, torch.Tensor], copies: int = 1) -> dict[str, torch.Tensor]:
@@ -117,12 +138,13 @@ def publish_states(
     """Every state as a version. `written`: rank 0's; set when the anchor is there."""
     if written is not None:
         write_model_dir(folder / "model")
-    run = from_rank0(lambda: ensure_run(store, folder / "model", parameters), RunInfo)
+    published = as_files(parameters)
+    run = from_rank0(lambda: ensure_run(store, folder / "model", published), RunInfo)
     ours = from_rank0(lambda: claim(store), Claim)
     config = msgspec.structs.replace(
         SMALL, anchor_every=1, skip_spans=(2,), baseline=baseline
     )  # an anchor of version 2
-    with small_tiles(), Publisher(store, run, ours, parameters, config) as publisher:
+    with small_tiles(), Publisher(store, run, ours, published, config) as publisher:
         for number in range(STATES):
             assign(parameters, state(number))
             assert publisher.publish(number) == number

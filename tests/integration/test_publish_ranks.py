@@ -21,7 +21,7 @@ from async_rl.weights.publisher import Publisher
 from async_rl.weights.run import ensure_run, open_run
 from async_rl.weights.subscriber import Subscriber, pull
 from async_rl.weights.ways import list_edges, read_way
-from tests.integration.publish_rank import SMALL, STATES, publish_states, state
+from tests.integration.publish_rank import FUSED, SMALL, STATES, publish_states, state
 from tests.weights_support import ScriptedStore, tiny_qwen3
 
 LIMIT_S = 90
@@ -114,7 +114,14 @@ def fetched(store: ObjectStore, version: int, cache: Path) -> dict[str, torch.Te
 
 
 def rounded(number: int) -> dict[str, torch.Tensor]:
-    return {name: tensor.to(torch.bfloat16) for name, tensor in state(number).items()}
+    """What stands in the files: matrices of experts apart."""
+    whole = {name: tensor.to(torch.bfloat16) for name, tensor in state(number).items()}
+    gate_up, down = (whole.pop(name) for name in FUSED)
+    for expert in range(len(down)):
+        gate, up = gate_up[expert].chunk(2)
+        whole |= {f"experts.{expert}.gate": gate, f"experts.{expert}.up": up}
+        whole[f"experts.{expert}.down"] = down[expert].T
+    return whole
 
 
 def same_objects_on_two_ranks(tmp_path: Path, host: ObjectStore) -> None:
@@ -132,8 +139,9 @@ def same_objects_on_two_ranks(tmp_path: Path, host: ObjectStore) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(4 * LIMIT_S)
 def test_states_and_digests_are_the_same_whatever_the_number_of_ranks(tmp_path: Path) -> None:
-    """Uneven, short and empty shards, a scalar that all hold: full, few changed, none changed, all changed, and an
-    anchor. The last ones are two copies (HSDP) of two ranks each: the second copy writes nothing."""
+    """Uneven, short and empty shards, a scalar that all hold, experts of one tensor that are published apart: full,
+    few changed, none changed, all changed, and an anchor. The last ones are two copies (HSDP) of two ranks each: the
+    second copy writes nothing."""
     stores = {ranks: open_store(f"file://{tmp_path}/{ranks}") for ranks in (1, 2, 4, COPIES)}
     alone = ScriptedStore(stores[1])
     written = threading.Event()
