@@ -170,8 +170,8 @@ class Learner:
         """Gradients and statistics of one batch. Collective: this rank's micro-batches, as many as on every
         rank.
 
-        `totals` and `slots` of the whole batch, all ranks. `proximal`: of each micro-batch, as `frozen_logprobs`
-        gave them. Gradients of an earlier batch are forgotten.
+        `totals` and `slots` of the whole batch, all ranks. `proximal`: of each micro-batch [K], of the
+        policy before the step's first update. Gradients of an earlier batch are forgotten.
         """
         self._forget()
         divisor = denominator(self._loss, totals, self._max_tokens)
@@ -215,11 +215,6 @@ class Learner:
     @property
     def wants_proximal(self) -> bool:
         return needs_proximal(self._loss)
-
-    @torch.no_grad()
-    def frozen_logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """Of each micro-batch [K], of the policy as it is now. Collective."""
-        return [self.logprobs(row)[0] for row in micro_batches]
 
     def logprobs(self, row: MicroBatch, of: Policy | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """log pi of the targets at the loss tokens, float32 [K]; entropy there [K]; the indices of these
@@ -267,8 +262,9 @@ class Learner:
         if scores.loss is not None:
             result = result._replace(total=scores.loss)
         entropy = scores.entropy_K.detach().where(inputs.mask_T, 0.0).sum()
+        slot_sums = measured(row, scores.logprobs_K, scores.entropy_K, ask.kept_K, slots)
         aux = None if scores.aux_loss is None else self._router_coef * scores.aux_loss
-        return result, entropy, measured(row, inputs, ask.kept_K, slots), aux
+        return result, entropy, slot_sums, aux
 
     def optimizer_step(self, stats: StepStats) -> bool:
         """Clip and update, at the next learning rate of the warm-up. False, with weights and optimizer

@@ -101,7 +101,7 @@ def replay(
                 max_tokens=max_tokens,
             )
             learning_rate = learner.learning_rate
-            updates = train_batch(learner, group, trained.samples, trainer)
+            updates = train_batch(learner, group, trained.samples, trainer, step=batch.step)
             line = {
                 "step": batch.step + 1,
                 **learner_metrics(updates.stats, learning_rate),

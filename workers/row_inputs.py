@@ -42,12 +42,13 @@ def loss_inputs(
     )
 
 
-def measured(row: MicroBatch, inputs: LossInputs, kept_K: Tensor, slots: int) -> Any:
+def measured(
+    row: MicroBatch, logprobs_K: Tensor, entropy_K: Tensor, kept_K: Tensor, slots: int
+) -> np.ndarray[Any, Any]:
     """[slots, 4]: tokens and sums of the three measures (algo/mismatch.py) of each slot."""
     if not slots:
         return np.zeros((0, 4))
     kept = kept_K.cpu().numpy()
-    assert inputs.entropy_T is not None
-    log_pi, entropy = (values.detach().cpu().numpy() for values in (inputs.logprobs_T, inputs.entropy_T))
+    log_pi, entropy = (values.detach().cpu().numpy() for values in (logprobs_K, entropy_K))
     each = token_measures(log_pi, row.behaviour_T[kept], entropy)
     return totals_by_slot(np.where(row.loss_mask_T, row.slots_T, -1)[kept], each, slots)

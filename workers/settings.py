@@ -110,7 +110,8 @@ class TrainerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Optimizer updates per step, each from its share of the step's batch (at most one per sample). 1: with lag the
     samples are off-policy enough. More make a step's samples go further and the policy move within the step; the
     step stays the unit of lag and of versions, and warmup_steps counts updates. Workers are compared
-    (docs/verification.md) by the samples of the first share alone: the others meet a policy that has moved."""
+    (docs/verification.md) by the samples of the first share, another one at every step, because the others meet a
+    policy that has moved; by all samples where the loss asks for the proximal policy (decoupled, icepop)."""
     microbatch_tokens: AtLeastOne = 4096
     """Tokens packed into one forward pass; a longer sample gets one of its own. Memory grows with it; so does the
     time of attention, with its square, unless model.attention is packed or flash_attention_2."""

@@ -211,7 +211,7 @@ def _train(
         trained = ready(batch, lineage, step=step)
 
         learning_rate = learner.learning_rate
-        updates = train_batch(learner, group, trained.samples, trainer, len(trained.slots), clock.lap)
+        updates = train_batch(learner, group, trained.samples, trainer, len(trained.slots), clock.lap, step)
         feed.checked(step, trained.slots, updates.stats.measured)
         applied = updates.made > 0
         if 0 < updates.made < updates.wanted:

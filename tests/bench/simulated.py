@@ -145,7 +145,7 @@ class Simulated:
             max_lag=self.settings.max_lag,
             vocab_size=self.learner.vocab_size,
         )
-        updates = train_batch(self.learner, self._group, trained.samples, self._trainer)
+        updates = train_batch(self.learner, self._group, trained.samples, self._trainer, step=step)
         return StepDone(
             step,
             updates.stats,

@@ -34,7 +34,7 @@ from workers import checkpoints
 from workers.checkpoints import Progress
 from workers.learner import Learner
 from workers.process_group import RankGroup, rank_group
-from workers.updates import minibatches_of, train_batch
+from workers.updates import in_turn, minibatches_of, train_batch
 
 MAX_TOKENS = 16
 """As make_learner has it."""
@@ -312,22 +312,68 @@ def test_frozen_logprobs_are_always_those_of_the_policy_as_it_is(
     """A pass without a backward pass must not leave its weights to the next one. (In bfloat16 FSDP has a copy.)"""
     learner = make_learner(model, group, dtype="bfloat16")
     rows, totals = share(near_samples(model, 6), 1000, group)
+
+    @torch.no_grad()
+    def frozen(learner: Learner) -> torch.Tensor:
+        return learner.logprobs(rows[0])[0]
+
     stats = learner.forward_backward(rows, totals)
-    (before,) = learner.frozen_logprobs(rows)
+    before = frozen(learner)
     learner.optimizer_step(stats)
-    (after,) = learner.frozen_logprobs(rows)
-    (wanted,) = resumed(learner, model, group, tmp_path, dtype="bfloat16").frozen_logprobs(rows)
+    after, wanted = frozen(learner), frozen(resumed(learner, model, group, tmp_path, dtype="bfloat16"))
     assert torch.equal(after, wanted) and not torch.equal(after, before)
 
 
-def test_only_the_first_update_measures_workers(model: Path, group: RankGroup):
-    samples = [
-        dataclasses.replace(s, slots_C=np.full(len(s.tokens_C), i % 2))
-        for i, s in enumerate(near_samples(model, 8))
+def of_workers(samples: list[TrainSample], workers: int) -> list[TrainSample]:
+    """One slot for each worker, whose samples are neighbours: a batch comes oldest group first."""
+    return [
+        dataclasses.replace(s, slots_C=np.full(len(s.tokens_C), i * workers // len(samples)))
+        for i, s in enumerate(samples)
     ]
-    learner = make_learner(model, group, minibatches=4)
-    stats = train_batch(learner, group, samples, learner_settings(learner), slots=2).stats
-    assert sum(row[0] for row in stats.measured) == totals_of(samples[:2]).tokens
+
+
+def tokens_of(samples: list[TrainSample], workers: int) -> list[float]:
+    return [
+        float(totals_of([s for s in samples if s.slots_C[0] == worker]).tokens) for worker in range(workers)
+    ]
+
+
+def test_one_share_of_a_batch_measures_workers_and_each_in_its_turn(model: Path, group: RankGroup):
+    """At a learning rate of 0 the others would give the same, at any other they would not."""
+    samples = of_workers(near_samples(model, 8), 4)
+    wanted = tokens_of(samples, 4)
+    for step in range(5):
+        learner = make_learner(model, group, minibatches=4)
+        settings = learner_settings(learner)
+        measured = train_batch(learner, group, samples, settings, slots=4, step=step).stats.measured
+        assert [row[0] for row in measured] == [wanted[i] if i == step % 4 else 0 for i in range(4)]
+        alone = make_learner(model, group).forward_backward(*share(samples, 1000, group), 4)
+        assert measured[step % 4] == pytest.approx(alone.measured[step % 4], rel=1e-4)
+
+
+def test_where_the_loss_asks_for_the_proximal_policy_all_shares_measure_workers(
+    model: Path, group: RankGroup
+):
+    """By the policy before the first update, as if there were one share."""
+    samples = of_workers(near_samples(model, 8), 4)
+    settings = {"minibatches": 4, "learning_rate": 5e-2, "loss": Decoupled()}
+    learner = make_learner(model, group, **settings)
+    measured = train_batch(
+        learner, group, samples, learner_settings(learner), slots=4, step=3
+    ).stats.measured
+    alone = make_learner(model, group, loss=Decoupled()).forward_backward(*share(samples, 1000, group), 4)
+    for ours, theirs in zip(measured, alone.measured, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4)
+
+
+def test_minibatches_begin_with_another_one_at_every_step():
+    parts = minibatches_of(make_samples(7), 3)
+    assert [[parts.index(each) for each in in_turn(parts, step)] for step in range(4)] == [
+        [0, 1, 2],
+        [1, 2, 0],
+        [2, 0, 1],
+        [0, 1, 2],
+    ]
 
 
 def test_a_minibatch_that_is_not_finite_is_left_out_alone(model: Path, group: RankGroup):
