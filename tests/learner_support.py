@@ -100,7 +100,9 @@ def save_checkpoint(
     made = b""
     if group.rank == 0:
         made = msgspec.json.encode(
-            checkpoints.commit(store, progress, tables, fingerprint="f", parent=parent)
+            checkpoints.commit(
+                store, progress, tables, fingerprint="f", parent=parent, adapters=learner.adapters
+            )
         )
     return msgspec.json.decode(group.broadcast(made), type=Checkpoint)
 

@@ -38,10 +38,10 @@ def take_run(store: ObjectStore, model_dir: Path, learner: Learner, resume: str)
     store.probe()  # a store without conditional puts is used in another way, and warned of
     run = ensure_run(store, model_dir, tensors)
     # What fails must fail before another trainer is fenced.
-    checkpoints.choose(store, resume, run.fingerprint)
+    checkpoints.choose(store, resume, run.fingerprint, learner.adapters)
     claimed = claim(store)
     # Again: the trainer before us may have committed a newer one meanwhile.
-    checkpoint = checkpoints.choose(store, resume, run.fingerprint)
+    checkpoint = checkpoints.choose(store, resume, run.fingerprint, learner.adapters)
     # Without one it is the initial weights again: a new branch from the root.
     parent = checkpoint.progress.version if checkpoint else min(list_versions(store), default=-1)
     return Start(run, claimed, checkpoint, parent, resume == "never")

@@ -34,6 +34,7 @@ from torch import Tensor
 from async_rl.errors import AlreadyExists, CheckpointError, NotFound, StoreError
 from async_rl.log import get_logger
 from async_rl.store.base import ObjectStore
+from workers.adapter_scale import NO_ADAPTERS, AdapterScale, check_scale
 from workers.optimizers import OptimizerRows
 
 __all__ = [
@@ -87,6 +88,7 @@ class Checkpoint(Struct, frozen=True):
     progress: Progress
     tables: tuple[TableRef, ...]  # by rank
     created: float  # by rank 0's clock, for people
+    adapters: AdapterScale | None = None  # None: not said, in checkpoints of releases before
 
 
 class Piece(Struct, frozen=True):
@@ -183,15 +185,22 @@ def write_rank(
 
 
 def commit(
-    store: ObjectStore, progress: Progress, tables: Sequence[str], *, fingerprint: str, parent: str
+    store: ObjectStore,
+    progress: Progress,
+    tables: Sequence[str],
+    *,
+    fingerprint: str,
+    parent: str,
+    adapters: AdapterScale = NO_ADAPTERS,
 ) -> Checkpoint:
     """Rank 0, when every rank has written: THE COMMIT, as it stands in the store. `tables`: the SHA-256 of each
-    rank's. What is there already counts if it is the same (our own put, whose answer was lost).
+    rank's. `adapters`: of the trainer that wrote. What is there already counts if it is the same (our own put, whose
+    answer was lost).
 
     Raises CheckpointError where another trainer wrote this name, StoreErrors."""
     name = name_of(progress)
     refs = tuple(TableRef(f"{PREFIX}{name}/rank-{rank:05}.json", sha) for rank, sha in enumerate(tables))
-    checkpoint = Checkpoint(FORMAT, name, parent, fingerprint, progress, refs, time.time())
+    checkpoint = Checkpoint(FORMAT, name, parent, fingerprint, progress, refs, time.time(), adapters)
     key = _commit_key(name)
     try:
         store.put_if_absent(key, msgspec.json.encode(checkpoint))
@@ -272,8 +281,11 @@ def list_committed(store: ObjectStore) -> list[str]:
     return [name.removesuffix(".json") for name in names if name.endswith(".json") and "/" not in name]
 
 
-def choose(store: ObjectStore, resume: str, fingerprint: str) -> Checkpoint | None:
-    """The checkpoint that `resume` means: `latest` (None where there is none), `never` (None), or a step.
+def choose(
+    store: ObjectStore, resume: str, fingerprint: str, adapters: AdapterScale = NO_ADAPTERS
+) -> Checkpoint | None:
+    """The checkpoint that `resume` means: `latest` (None where there is none), `never` (None), or a step. `adapters`:
+    of the trainer that would go on.
 
     Raises CheckpointError for a step without one, or a checkpoint that can't be used.
     """
@@ -296,6 +308,7 @@ def choose(store: ObjectStore, resume: str, fingerprint: str) -> Checkpoint | No
             f"checkpoint {checkpoint.name} of {store.url} is of another model",
             hint="start with the run's own model, or with --resume never",
         )
+    check_scale(checkpoint.adapters, adapters, f"{checkpoint.name} of {store.url}")
     return checkpoint
 
 

@@ -118,6 +118,7 @@ class Learner:
 
         self._seen: dict[str, DTensor] = dict(self._model.named_parameters())
         self._masters = self._make_masters(model, targets)
+        self.adapters = model.adapters
         self._gradients: dict[str, DTensor] = {}  # of the masters
         self.updates = 0  # of the optimizer: steps less refused ones
         self._optimizer = make_optimizer(self._masters.tensors, trainer)

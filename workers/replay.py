@@ -71,7 +71,7 @@ def replay(
     trainer = msgspec.structs.replace(trainer, replicas=1)  # of one rank there is one copy
     device = choose_device(trainer.device)
     prepare_torch(trainer, device, seed)
-    checkpoint = checkpoints.choose(store, begin, open_run(store).fingerprint)
+    checkpoint = checkpoints.choose(store, begin, open_run(store).fingerprint, model.adapters)
     lineage = Lineage()
     lineage.nodes = recording.tree
     with rank_group(device, trainer.collective_wait_s) as group:

@@ -37,6 +37,7 @@ from async_rl.threads import give_way
 from async_rl.weights.publisher import Publisher
 from async_rl.weights.ranks import Report, raise_first
 from workers import checkpoints
+from workers.adapter_scale import NO_ADAPTERS, AdapterScale
 from workers.batches import Lineage
 from workers.checkpoints import Checkpoint, Progress, Snapshot
 from workers.optimizers import OptimizerRows
@@ -130,11 +131,13 @@ class Saver:
         resumed: Checkpoint | None,
         check_ours: Callable[[], None],
         on_resumable: Callable[[int], None],
+        adapters: AdapterScale = NO_ADAPTERS,
     ) -> None:
         """Raises StoreErrors (rank 0)."""
         self.late = self.failed = 0
         self._store, self._group, self._trainer = store, group, trainer
         self._rows, self._publisher, self._lineage = rows, publisher, lineage
+        self._adapters = adapters
         self._fingerprint, self._check_ours, self._on_resumable = fingerprint, check_ours, on_resumable
         self._parent = resumed.name if resumed else ""
         self._saved = (
@@ -292,7 +295,12 @@ class Saver:
         self._go_on()
         progress = msgspec.structs.replace(job.progress, version=self._version_at(job.progress.step))
         made = checkpoints.commit(
-            self._store, progress, job.tables, fingerprint=self._fingerprint, parent=self._parent
+            self._store,
+            progress,
+            job.tables,
+            fingerprint=self._fingerprint,
+            parent=self._parent,
+            adapters=self._adapters,
         )
         checkpoints.prune(self._store, self._trainer.keep_checkpoints, made.name)
         try:

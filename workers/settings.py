@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from async_rl.algo.alerts import AlertsConfig
+from workers.adapter_scale import NO_ADAPTERS, AdapterScale
 
 __all__ = ["ModelConfig", "TrainerConfig"]
 
@@ -55,6 +56,11 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True):
     lora_targets: tuple[str, ...] = ()
     """Linear layers of the decoder layers by the last part of their name (q_proj, down_proj, …). Empty: all of them,
     which loses least against full training."""
+
+    @property
+    def adapters(self) -> AdapterScale:
+        """What a checkpoint has to say about the adapters."""
+        return AdapterScale(self.lora_rank, self.lora_alpha) if self.lora_rank else NO_ADAPTERS
 
 
 class TrainerConfig(Struct, frozen=True, forbid_unknown_fields=True):

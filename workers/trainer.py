@@ -154,6 +154,7 @@ def run_rank(
                 resumed=start.checkpoint,
                 check_ours=lambda: check_not_fenced(bucket, start.claim),
                 on_resumable=feed.may_resume_from,
+                adapters=learner.adapters,
             )
         )
         progress = _train(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -192,6 +194,47 @@ def test_a_checkpoint_of_more_adapters_is_refused(model: Path, group: RankGroup,
         checkpoints.restore(store, saved, 0, fewer.rows())
 
 
+@pytest.mark.parametrize(
+    ("before", "now", "said"),
+    [
+        (
+            LORA,
+            {**LORA, "lora_alpha": 16.0},
+            "lora_rank = 4, lora_alpha = 8, this trainer .* lora_alpha = 16",
+        ),
+        (LORA, {**LORA, "lora_rank": 2}, "lora_rank = 4, .* has model.lora_rank = 2"),
+        (LORA, {}, "lora_rank = 4, .* has model.lora_rank = 0"),
+        ({}, LORA, "lora_rank = 0, this trainer has model.lora_rank = 4"),
+    ],
+    ids=["another alpha", "another rank", "adapters no more", "adapters from now on"],
+)
+def test_a_resume_with_adapters_of_another_scale_is_refused_before_anything_is_restored(
+    model: Path,
+    group: RankGroup,
+    tmp_path: Path,
+    before: dict[str, Any],
+    now: dict[str, Any],
+    said: str,
+):
+    store = FileStore(f"file://{tmp_path}/run")
+    save_checkpoint(store, group, learner_of(model, group, before), Progress(0, 0, 0, 0, 0))
+    with pytest.raises(CheckpointError, match=said):
+        checkpoints.choose(store, "latest", "f", ModelConfig(**now).adapters)
+    assert checkpoints.choose(store, "latest", "f", ModelConfig(**before).adapters) is not None
+
+
+def test_a_checkpoint_that_does_not_say_its_alpha_is_resumed_with_a_warning(
+    model: Path, group: RankGroup, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """One of a release before."""
+    store = FileStore(f"file://{tmp_path}/run")
+    saved = save_checkpoint(store, group, learner_of(model, group, LORA), Progress(0, 0, 0, 0, 0))
+    old = {key: value for key, value in json.loads(msgspec.json.encode(saved)).items() if key != "adapters"}
+    store.put(f"{checkpoints.PREFIX}{saved.name}.json", json.dumps(old).encode())
+    assert checkpoints.choose(store, "latest", "f", ModelConfig(**LORA).adapters) is not None
+    assert "does not say what adapters" in caplog.text
+
+
 # ---------------------------------------------------------------- the same numbers
 
 
@@ -307,9 +350,9 @@ def test_on_two_ranks_gradients_and_updates_are_those_of_one(model: Path, group:
             assert (found[f"grad/{key}"] - gradient).abs().max() <= 2e-3 * scale, (name, key)
 
         store = FileStore(f"file://{tmp_path}/{name}")
-        saved = checkpoints.choose(store, "latest", "f")
-        assert saved is not None and len(saved.tables) == 2
         back = learner_of(model, group, model_settings, **{**trainer, "replicas": 1})
+        saved = checkpoints.choose(store, "latest", "f", back.adapters)
+        assert saved is not None and len(saved.tables) == 2
         checkpoints.restore(store, saved, 0, back.rows())
         back.restored(2)
         for key, value in seen(back).items():
