@@ -12,7 +12,7 @@ What is found is then held against the files themselves: names, shapes, and of e
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -54,6 +54,7 @@ def find_names(model: Any, folder: Path) -> FileNames:
         table = read_table(shards)
         parts = _parts(model, folder, table)
         _compare(parts, shards)
+        _tell_what_is_left(model, folder, table.keys() - parts.keys())
     except AsyncRLError as error:
         return FileNames({}, error)
     # Without the tensors: sharding puts others in their place.
@@ -178,6 +179,18 @@ def _compare(parts: Mapping[str, tuple[str, RowsOf]], shards: Sequence[Path]) ->
                             "published under this name would be another model",
                             hint="the model can be trained, but not published; it may be stored quantised",
                         )
+
+
+def _tell_what_is_left(model: Any, folder: Path, names: Set[str]) -> None:
+    """Of the files; not the second names of tied tensors. Engines get what is published, and nothing else."""
+    left = sorted(names - model.state_dict(keep_vars=True).keys())
+    if left:
+        log.warning(
+            "the model's files hold tensors that are not trained: no version has them, and an engine must do without",
+            folder=str(folder),
+            tensors=len(left),
+            first=left[0],
+        )
 
 
 def _refusal(
