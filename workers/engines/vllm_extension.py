@@ -16,7 +16,7 @@ from typing import Any
 
 from safetensors import safe_open
 
-from workers.engines.vllm_staging import Staging, pack_tied_heads
+from workers.engines.vllm_staging import Staging, forget_packed_experts, pack_tied_heads
 
 __all__ = ["PolicyExtension", "end_with"]
 
@@ -71,6 +71,7 @@ class PolicyExtension:
         counts = {name: len(state.output_token_ids) for name, state in self.model_runner.requests.items()}
         loaded = self._policy_flip(version)
         if loaded:
+            forget_packed_experts(self.model_runner.get_model())
             self.model_runner.reload_weights(weights_iterator=_tensors(shards))
             pack_tied_heads(self.model_runner.get_model())
         return {"counts": counts, "loaded": loaded}

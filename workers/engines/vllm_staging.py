@@ -26,7 +26,7 @@ from torch import nn
 
 from workers.engines.staging import Flip, Twin, kept_elsewhere
 
-__all__ = ["Staging", "pack_tied_heads"]
+__all__ = ["Staging", "forget_packed_experts", "pack_tied_heads"]
 
 NICE = 5
 """Of the thread that stages: a quarter of a core where vLLM's threads want them all, a whole one where they wait."""
@@ -157,6 +157,22 @@ def pack_tied_heads(model: nn.Module) -> None:
     for module in model.modules() if current_platform.is_cpu() else ():
         if isinstance(module, ParallelLMHead) and homes.get(id(module.weight), 0) > 1:
             _process(module)
+
+
+def forget_packed_experts(model: nn.Module) -> None:
+    """Before vLLM's own reload in place on a CPU. It packs the experts of a mixture when it makes their kernel, and a
+    reload keeps that: the new weights would lie there as they are loaded, and be read as packed ones. Without a kernel
+    it makes one, as at a start."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, UnquantizedFusedMoEMethod):
+            method.moe_kernel = None
 
 
 def _refusal(runner: Any) -> str:
