@@ -160,9 +160,9 @@ def pack_tied_heads(model: nn.Module) -> None:
 
 
 def forget_packed_experts(model: nn.Module) -> None:
-    """Before vLLM's own reload in place on a CPU. It packs the experts of a mixture when it makes their kernel, and a
-    reload keeps that: the new weights would lie there as they are loaded, and be read as packed ones. Without a kernel
-    it makes one, as at a start."""
+    """Before vLLM's own reload in place on a CPU. It packs the experts of a mixture when it makes their kernel, and
+    a reload keeps that: the new weights would lie there as they are loaded, and be read as packed ones. Without a
+    kernel it makes one, as at a start."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
