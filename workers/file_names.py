@@ -45,6 +45,12 @@ class FileNames(NamedTuple):
             raise self.refused
         return {name: _part_of(tensors[home], part) for name, (home, part) in self.parts.items()}
 
+    def views(self, model: torch.nn.Module) -> dict[str, Tensor]:
+        """The same of a model that lies here whole, to be written into. Raises the refusal."""
+        tensors = dict(model.named_parameters()) | persistent_buffers(model)
+        found = self.of(tensors)
+        return {n: each.shown() if isinstance(each, RowsOf) else each for n, each in found.items()}
+
 
 def find_names(model: Any, folder: Path) -> FileNames:
     """Of a model of transformers as it was loaded from `folder`, before anything has changed or sharded it. A model
@@ -168,7 +174,7 @@ def _compare(parts: Mapping[str, tuple[str, RowsOf]], shards: Sequence[Path]) ->
         with safe_open(path, framework="pt") as file:
             for name in parts.keys() & set(file.keys()):
                 home, part = parts[name]
-                ours = part.of_rows(part.whole.detach(), 0).reshape(part.shape)
+                ours = part.shown()
                 if not part.shape or not ours.numel():
                     continue
                 theirs = file.get_slice(name)

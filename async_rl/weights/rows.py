@@ -82,6 +82,11 @@ class RowsOf:
         at = rows.storage_offset() + (self.first + low - start) * row + self.offset
         return torch.as_strided(rows, (count, *self.inner), (row, *self.strides), at)
 
+    def shown(self) -> Tensor:
+        """The published tensor as a view of the trained one, which is contiguous and lies here whole."""
+        assert self.whole.is_contiguous()
+        return self.of_rows(self.whole.detach(), 0).view(self.shape)
+
 
 Published = Tensor | RowsOf
 

@@ -66,7 +66,8 @@ def test_every_update_of_a_mixture_serves_the_policy_that_is_trained(
     with LocalRun(tmp_path, s3_url, mixture, **settings) as run:
         trainer = run.start_trainer()
         worker = run.start_worker("w1", engine=engine)
-        assert run.finish(trainer, START_S) == 0, run.logs()
+        run.wait("four steps", lambda: run.steps() == 4, START_S, worker)
+        assert run.finish(trainer, 60.0) == 0, run.logs()
         assert run.finish(worker, 60.0) == 0, run.logs()
         rows = [row for row in run.metrics() if "reward/mean" in row]
         assert [row["step"] for row in rows] == [1, 2, 3, 4]

@@ -25,6 +25,7 @@ from workers.engines.base import Completion, EngineLoad, Update
 from workers.engines.model_files import longest_sequence, stop_tokens
 from workers.engines.shards import Table, check_same_model, find_shards, read_table
 from workers.engines.spans import version_spans
+from workers.file_names import find_names
 from workers.pretrained import load_causal_lm
 from workers.rollout_settings import RolloutConfig, seats
 
@@ -68,6 +69,7 @@ class ReferenceEngine:
         self._max_model_len = 0
         self._model: Any = None
         self._table: Table = {}
+        self._tensors: dict[str, torch.Tensor] = {}  # of the model, by the names of its files
         self._stops: frozenset[int] = frozenset()
         self._seats = seats(config, on_cpu=not torch.cuda.is_available())
         self._waiting: deque[_Sequence] = deque()
@@ -105,6 +107,7 @@ class ReferenceEngine:
     def _load(self, model_dir: Path, device: torch.device) -> Any:
         try:
             model = load_causal_lm(model_dir, dtype=getattr(torch, self.config.dtype), attention="sdpa")
+            names = find_names(model, model_dir)
         except AsyncRLError:
             raise
         except Exception as error:
@@ -115,7 +118,9 @@ class ReferenceEngine:
             )  # from_pretrained maps the files, and the next delta changes them
         if sum(parameter.numel() for parameter in model.parameters()) < ONE_THREAD_BELOW:
             torch.set_num_threads(1)  # of the engine's thread, in which all of this runs
-        return model.to(device).eval().requires_grad_(False)
+        model.to(device).eval().requires_grad_(False)
+        self._tensors = names.views(model)
+        return model
 
     async def generate(
         self, prompt_ids: list[int], *, seed: int, temperature: float, max_tokens: int, request_id: str
@@ -167,11 +172,10 @@ class ReferenceEngine:
 
     @torch.inference_mode()
     def _swap(self, shards: list[Path]) -> None:
-        parameters = dict(self._model.named_parameters())
         for path in shards:
             with safe_open(str(path), framework="pt", device="cpu") as file:
                 for name in file.keys():  # noqa: SIM118  (not a dict)
-                    parameters[name].copy_(file.get_tensor(name))
+                    self._tensors[name].copy_(file.get_tensor(name))
         assert self._batch is not None
         self._batch.forget()
 
