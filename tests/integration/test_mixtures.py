@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -21,11 +22,14 @@ from async_rl.weights.ranks import from_rank0
 from async_rl.weights.run import RunInfo, ensure_run, open_run
 from async_rl.weights.subscriber import Subscriber, pull
 from tests.learner_support import CPU, VOCABULARY, make_learner, make_samples, on_ranks, share
+from tests.rollout_support import Truth
+from workers.engines import make_engine
 from workers.engines.shards import find_shards, read_table
 from workers.file_names import find_names
 from workers.learner import Learner
 from workers.pretrained import hide_broken_media_packages, load_causal_lm
 from workers.process_group import RankGroup, rank_group
+from workers.rollout_settings import RolloutConfig
 
 LIMIT_S = 60.0
 SMALL = WeightsConfig(pack_bytes=20_000, delta_pack_bytes=5_000, merge_after_s=LIMIT_S)
@@ -39,6 +43,7 @@ SIZES: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "max_position_embeddings": 64,
     "initializer_range": 0.2,
+    "eos_token_id": 1,
 }
 DEEPSEEK: dict[str, Any] = {
     "moe_intermediate_size": 16,
@@ -59,11 +64,11 @@ MIXTURES: dict[str, dict[str, Any]] = {
 }
 
 
-def save(folder: Path, kind: str) -> Path:
+def save(folder: Path, kind: str, seed: int = 0) -> Path:
     hide_broken_media_packages()
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES | MIXTURES[kind]))
     for name, buffer in model.named_buffers():
         if name.endswith("correction_bias"):
@@ -78,13 +83,7 @@ def group() -> Iterator[RankGroup]:
         yield group
 
 
-def publish_and_train(
-    store: ObjectStore,
-    folder: Path,
-    group: RankGroup,
-    learner: Learner,
-    between: Callable[[], None] = lambda: None,
-) -> None:
+def publish_and_train(store: ObjectStore, folder: Path, group: RankGroup, learner: Learner) -> None:
     """Version 0 as loaded, version 1 after an update of the optimizer. Collective."""
     tensors = learner.published()
     run = from_rank0(lambda: ensure_run(store, folder, tensors), RunInfo)
@@ -92,7 +91,6 @@ def publish_and_train(
     with Publisher(store, run, ours, tensors, SMALL) as publisher:
         publisher.publish(0)
         publisher.flush(LIMIT_S)
-        between()
         stats = learner.forward_backward(*share(make_samples(8), 40, group))
         assert learner.optimizer_step(stats)
         publisher.publish(1)
@@ -154,31 +152,48 @@ def test_a_published_version_is_the_trained_model_to_the_last_bit_of_its_logits(
             assert not torch.equal(each, weights[0][name])
 
 
+async def test_the_reference_engine_takes_new_weights_of_a_mixture(tmp_path: Path):
+    folders = [save(tmp_path / str(seed), "mixtral", seed) for seed in range(2)]
+    engine = make_engine(RolloutConfig(engine="reference", max_sequences=4))
+    await engine.start(folders[0], 0)
+    try:
+        for version, folder in enumerate(folders):
+            if version:
+                await engine.update(version, find_shards(folder))
+            said = await engine.generate(
+                [3, 5, 7], seed=1, temperature=1.0, max_tokens=12, request_id=str(version)
+            )
+            apart = [said.logprobs - Truth(each).logprobs([3, 5, 7], said.tokens) for each in folders]
+            assert np.abs(apart[version]).max() < 0.05 < 0.5 < np.abs(apart[1 - version]).max()
+    finally:
+        await engine.close()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_two_and_three_ranks_publish_the_experts_that_one_publishes(tmp_path: Path, group: RankGroup):
-    """Of five experts the ranks hold 3 and 2, or 2, 2 and 1."""
-    folder, alone = save(tmp_path / "model", "qwen3_moe"), open_store(f"file://{tmp_path}/1")
+def test_two_ranks_publish_the_experts_that_one_publishes(tmp_path: Path, group: RankGroup):
+    """Of five experts they hold 3 and 2."""
+    folder, alone = save(tmp_path / "model", "qwen3_moe"), open_store(f"file://{tmp_path}/alone")
     publish_and_train(alone, folder, group, make_learner(folder, group))
-    for ranks in (2, 3):
-        on_ranks(_publish, ranks, tmp_path, folder)
-        store = open_store(f"file://{tmp_path}/{ranks}")
-        one, several = read_manifest(alone, 0), read_manifest(store, 0)
-        assert (several.digest, several.way.weight_map) == (one.digest, one.way.weight_map)
-        assert several.way.tile_digests == one.way.tile_digests
-        writers = {pack.key.split("-")[2] for pack in read_manifest(store, 1).way.packs}
-        assert writers == {str(rank) for rank in range(ranks)}
-        model = loaded(pull(store, 1, tmp_path / f"pulled-{ranks}"))
-        trained = load_file(tmp_path / f"{ranks}.safetensors")
-        assert all(torch.equal(each, trained[name]) for name, each in model.named_parameters())
+    on_ranks(_publish, 2, tmp_path, folder)
+    store = open_store(f"file://{tmp_path}/two")
+    one, two = read_manifest(alone, 0), read_manifest(store, 0)
+    assert (two.digest, two.way.weight_map) == (one.digest, one.way.weight_map)
+    assert two.way.tile_digests == one.way.tile_digests
+    assert {pack.key.split("-")[2] for pack in read_manifest(store, 1).way.packs} == {"0", "1"}
+    model = loaded(pull(store, 1, tmp_path / "pulled"))
+    trained = load_file(tmp_path / "trained.safetensors")
+    assert all(
+        torch.equal(each, trained[name].bfloat16().float()) for name, each in model.named_parameters()
+    )
 
 
 def _publish(group: RankGroup, folder: Path, model: Path) -> None:
     learner = make_learner(model, group)
-    publish_and_train(open_store(f"file://{folder}/{group.size}"), model, group, learner)
+    publish_and_train(open_store(f"file://{folder}/two"), model, group, learner)
     trained = seen(learner)
     if group.rank == 0:
-        save_file(trained, folder / f"{group.size}.safetensors")
+        save_file(trained, folder / "trained.safetensors")
 
 
 # ---------------------------------------------------------------- what can't be published
@@ -230,4 +245,4 @@ def test_a_parameter_that_is_computed_from_several_tensors_is_refused(tmp_path: 
     monkeypatch.setattr(core_model_loading, "revert_weight_conversion", doubled)
     refused = find_names(model, folder).refused
     assert isinstance(refused, ConfigError)
-    assert "4 parameters" in refused.message and "trained, but not published" in refused.hint
+    assert "parameters" in refused.message and "trained, but not published" in refused.hint

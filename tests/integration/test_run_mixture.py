@@ -47,11 +47,9 @@ def mixture(tiny_model: Path, tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(420)
-@pytest.mark.parametrize(
-    "engine", ["reference", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.long])]
-)
+@pytest.mark.parametrize("engine", ["reference", pytest.param("vllm", marks=pytest.mark.vllm)])
 def test_every_update_of_a_mixture_serves_the_policy_that_is_trained(
     tmp_path: Path, s3_url: str, mixture: Path, engine: str
 ):
