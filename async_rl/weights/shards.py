@@ -75,10 +75,11 @@ class Shards:
         self._parameters = _select(run, parameters)
         # Ranks that hold one copy of the model between them, the first ones of all.
         wholes = {id(each.whole): (name, each.whole) for name, each in self._parameters.items()}
-        self.holders = min((_holders(each, ranks) for _, each in wholes.values()), default=ranks)
+        self._wholes = {key: whole for key, (_, whole) in wholes.items()}
+        self.holders = min((_holders(each, ranks) for each in self._wholes.values()), default=ranks)
         for name, whole in wholes.values():
             _check_placement(name, whole, rank, ranks, self.holders)
-        self._gpus = {each.device for _, each in wholes.values() if each.device.type == "cuda"}
+        self._gpus = {each.device for each in self._wholes.values() if each.device.type == "cuda"}
         self._on_device = on_device
         self._pool = _Pool()
 
@@ -100,8 +101,11 @@ class Shards:
 
     def _fill(self, buffers: dict[str, _Buffer]) -> None:
         dtype = TORCH_DTYPES[self._run.dtype]
+        rows_here = {
+            key: _local(whole) for key, whole in self._wholes.items()
+        }  # experts share one by the hundred
         for name, rows in self._parameters.items():
-            local = self._held(rows)
+            local = self._held(rows, rows_here[id(rows.whole)])
             buffer = buffers[name] = self._pool.take(name)
             if buffer.data is None:
                 buffer.data = self._room(name, local, dtype)
@@ -109,9 +113,8 @@ class Shards:
             travels = local.is_cuda and not self._on_device
             buffer.data.copy_(local.to(dtype) if travels else local, non_blocking=True)
 
-    def _held(self, rows: RowsOf) -> torch.Tensor:
-        """This rank's part of it, a view."""
-        local = _local(rows.whole)
+    def _held(self, rows: RowsOf, local: torch.Tensor) -> torch.Tensor:
+        """This rank's part of it, a view of its rows of the trained tensor."""
         if not isinstance(rows.whole, DTensor):
             return rows.of_rows(local, 0)
         if self.rank >= self.holders:
