@@ -6,7 +6,7 @@ save_pretrained, so that way is asked, and no table of models stands here: each 
 without memory, and comes out as views of itself, under the files' names. A view's place, shape and strides say which
 elements it holds. What is no view (computed, not cut) or crosses rows (weights/rows.py) can't be published.
 
-What is found is then held against the files themselves: names, shapes, and of each part the first and the last row.
+What is found is then held against the files themselves: names, shapes, and of each part some rows.
 """
 
 from __future__ import annotations
@@ -30,13 +30,15 @@ __all__ = ["FileNames", "find_names", "persistent_buffers"]
 
 log = get_logger(__name__)
 
+_BLOCK_ROWS = 1024
+"""Compared at a time: some megabytes."""
+
 
 class FileNames(NamedTuple):
     """Of a model, in the order in which its versions hold them."""
 
-    parts: dict[
-        str, tuple[str, RowsOf]
-    ]  # by the files' names: the trainer's name, and the part of that tensor
+    # By the files' names: the trainer's name, and the part of that tensor.
+    parts: dict[str, tuple[str, RowsOf]]
     refused: AsyncRLError | None = None  # why the model can't be published
 
     def of(self, tensors: Mapping[str, Tensor]) -> dict[str, Published]:
@@ -58,8 +60,8 @@ def find_names(model: Any, folder: Path) -> FileNames:
     try:
         shards = find_shards(folder)
         table = read_table(shards)
-        parts = _parts(model, folder, table)
-        _compare(parts, shards)
+        parts, guessed = _parts(model, folder, table)
+        _compare(parts, guessed, shards)
         _tell_what_is_left(model, folder, table.keys() - parts.keys())
     except AsyncRLError as error:
         return FileNames({}, error)
@@ -83,36 +85,42 @@ def _place(part: RowsOf) -> tuple[object, ...]:
     return part.shape, part.first, part.count, part.inner, part.strides, part.offset
 
 
-def _parts(model: Any, folder: Path, table: Table) -> dict[str, tuple[str, RowsOf]]:
+class _Found(NamedTuple):
+    parts: dict[str, tuple[str, RowsOf]]
+    guessed: set[
+        str
+    ]  # of these names: transformers has not said what they are, and so calls them as the files do
+
+
+def _parts(model: Any, folder: Path, table: Table) -> _Found:
     parameters = dict(model.named_parameters())
-    buffers = {n: each for n, each in persistent_buffers(model).items() if n in table}
-    ways = _ways_back(model, parameters)
-    found: dict[str, tuple[str, RowsOf]] = {}
+    tensors = parameters | persistent_buffers(model)
+    ways = _ways_back(model, tensors)
+    found = _Found({}, set())
     unlike: list[str] = []
-    for home, tensor in parameters.items():
-        parts = _whole_cover(tensor, ways.get(home, {}))
+    for home, tensor in tensors.items():
+        parts = _whole_cover(tensor, ways[home])
         if parts and all(_shape(table, name) == part.shape for name, part in parts.items()):
-            found |= {name: (home, part) for name, part in parts.items()}
+            found.parts.update({name: (home, part) for name, part in parts.items()})
         elif _shape(table, home) == tuple(tensor.shape) and not any(name in table for name in parts or ()):
-            found[home] = (home, RowsOf.all_of(tensor))
-        else:
+            found.parts[home] = (home, RowsOf.all_of(tensor))
+            found.guessed.add(home)
+        elif home in parameters:
             unlike.append(home)
     if unlike:
         raise _refusal(folder, unlike, parameters, ways)
-    return found | {name: (name, RowsOf.all_of(each)) for name, each in buffers.items()}
+    return found
 
 
 def _shape(table: Table, name: str) -> tuple[int, ...] | None:
     return table[name][1] if name in table else None
 
 
-def _whole_cover(tensor: Tensor, views: Mapping[str, Tensor | None]) -> dict[str, RowsOf] | None:
+def _whole_cover(tensor: Tensor, views: Mapping[str, Tensor]) -> dict[str, RowsOf] | None:
     """In the order of the tensor's memory; None unless they are parts by rows that hold every element once."""
     parts: dict[str, RowsOf] = {}
     for name, view in views.items():
-        part = None
-        if view is not None:
-            part = RowsOf.of_view(tensor, tuple(view.shape), view.stride(), int(view.storage_offset()))
+        part = RowsOf.of_view(tensor, tuple(view.shape), view.stride(), int(view.storage_offset()))
         if part is None:
             return None
         parts[name] = part
@@ -134,17 +142,16 @@ class _Shape(Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
 
-def _ways_back(model: Any, parameters: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """By parameter: the names that save_pretrained gives to it or to its parts, and the views of it that they are.
+def _ways_back(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """By tensor: the names that save_pretrained gives to it or to its parts, and the views of it that they are.
     What is no view is left out, and everything where this transformers converts nothing (before 5)."""
-    found: dict[str, dict[str, Tensor]] = {name: {} for name in parameters}
+    found: dict[str, dict[str, Tensor]] = {name: {} for name in tensors}
     try:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:
         return found
     shapes = {
-        name: torch.empty(each.shape, device="meta").as_subclass(_Shape)
-        for name, each in parameters.items()
+        name: torch.empty(each.shape, device="meta").as_subclass(_Shape) for name, each in tensors.items()
     }
     homes = {_memory(each): name for name, each in shapes.items()}
     try:
@@ -167,22 +174,24 @@ def _memory(tensor: Tensor) -> int:
 # ---------------------------------------------------------------- the files
 
 
-def _compare(parts: Mapping[str, tuple[str, RowsOf]], shards: Sequence[Path]) -> None:
-    """Raises ConfigError for a part that is not in the files what it is in memory, as far as its first and last row
-    tell: where experts, or halves of them, were taken for one another, these differ."""
+def _compare(parts: Mapping[str, tuple[str, RowsOf]], guessed: Set[str], shards: Sequence[Path]) -> None:
+    """Raises ConfigError for a part that is not in the files what it is in memory, as far as four of its rows tell:
+    where experts, or halves of them, were taken for one another, or rows were permuted, these differ. What is
+    `guessed` is compared as a whole."""
     for path in shards:
         with safe_open(path, framework="pt") as file:
             for name in parts.keys() & set(file.keys()):
                 home, part = parts[name]
                 if not part.shape or not part.whole.numel() or not part.whole.is_contiguous():
                     continue
-                ours = part.shown()
-                theirs = file.get_slice(name)
-                for at in {0, part.shape[0] - 1}:
-                    if not torch.equal(theirs[at : at + 1].to(ours.dtype), ours[at : at + 1]):
+                ours, theirs, rows = part.shown(), file.get_slice(name), part.shape[0]
+                some = {0, min(1, rows - 1), rows // 2, rows - 1}
+                step = _BLOCK_ROWS if name in guessed else 1
+                for at in range(0, rows, step) if name in guessed else some:
+                    if not torch.equal(theirs[at : at + step].to(ours.dtype), ours[at : at + step]):
                         raise ConfigError(
-                            f"row {at} of {name} in {path} is not what transformers made of it in {home}: a version "
-                            "published under this name would be another model",
+                            f"{name} in {path} is not what transformers made of it in {home}, from row {at} on: a "
+                            "version published under this name would be another model",
                             hint="the model can be trained, but not published; it may be stored quantised",
                         )
 

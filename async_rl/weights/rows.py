@@ -8,7 +8,7 @@ of it, and compares and uploads it alone, as he does the rows of a tensor that i
     trained [R, …]       rows first, first + 1, … first + count - 1; of each the elements at `offset`, by `strides`
     published            [count, *inner], or, of one row, `inner` alone; its elements in the order of `inner`
 
-Names of files begin with models that transformers loads; which rows they are is found out in workers/file_names.py.
+Which part of which tensor a name of the files means is found out in workers/file_names.py.
 """
 
 from __future__ import annotations

@@ -60,7 +60,8 @@ DEEPSEEK: dict[str, Any] = {
 MIXTURES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"moe_intermediate_size": 16, "num_experts": 5, "head_dim": 8},
     "mixtral": {"num_local_experts": 4},  # here other tensors have other names, too
-    "deepseek_v3": DEEPSEEK,  # the files hold a correction of the routers' scores, which is no parameter
+    "minimax_m2": {"num_local_experts": 4, "head_dim": 8},  # such, and a correction of the routers' scores
+    "deepseek_v3": DEEPSEEK,  # has one, too, which is no parameter
 }
 
 
@@ -230,7 +231,28 @@ def test_experts_that_are_not_what_their_files_say_are_refused(tmp_path: Path):
         experts[[1, 2]] = experts[[2, 1]]
     refused = find_names(model, folder).refused
     assert isinstance(refused, ConfigError)
-    assert "is not what transformers made of it in model.layers.1.mlp.experts.down_proj" in refused.message
+    assert "is not what transformers made of it in model.layers.1.mlp.experts.down_proj," in refused.message
+
+
+def test_rows_that_were_permuted_are_found_out(tmp_path: Path, monkeypatch: Any):
+    """Of a tensor whose way back is not known: its first, middle and last row may well be where they were."""
+    from transformers import core_model_loading
+
+    folder = save(tmp_path / "model", "qwen3_moe")
+    model = load_causal_lm(folder, dtype=torch.float32, attention="sdpa")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    known = core_model_loading.revert_weight_conversion
+
+    def without(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {key: each + 0 if key == name else each for key, each in known(model, state).items()}
+
+    monkeypatch.setattr(core_model_loading, "revert_weight_conversion", without)
+    assert find_names(model, folder).refused is None
+    with torch.no_grad():
+        rows = model.model.layers[0].self_attn.q_proj.weight
+        rows[[2, 3]] = rows[[3, 2]]
+    refused = find_names(model, folder).refused
+    assert isinstance(refused, ConfigError) and refused.message.startswith(name)
 
 
 def test_a_parameter_that_is_computed_from_several_tensors_is_refused(tmp_path: Path, monkeypatch: Any):
