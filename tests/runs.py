@@ -9,6 +9,7 @@ with LocalRun(tmp_path, store_url, model_dir) as run:
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 import time
@@ -24,6 +25,9 @@ from async_rl.transport.link import ask_status
 from async_rl.wire import Status
 
 PAUSE_S = 0.2
+PACED: dict[str, Any] = {"name": "tests.paced:Paced", "args": {"pace_s": 2.0}}
+"""The environment of a run that only has to go on: a step or two a second, with the batches and the lag below."""
+ROOT = Path(__file__).parents[1]
 
 
 class LocalRun:
@@ -59,34 +63,27 @@ class LocalRun:
         self.run_file.write_text("".join(_toml_table(name, table) for name, table in tables.items()))
 
     def start_trainer(self, *args: str, prefix: tuple[str, ...] = (), name: str = "trainer") -> Child:
-        folder = self.folder / name
-        folder.mkdir(exist_ok=True)
-        argv = [*prefix, sys.executable, "-m", "async_rl", "trainer", str(self.run_file), *args]
-        return self.fleet.start(name, argv, cwd=folder, log_path=self.folder / f"{name}.log")
+        return self._start(name, "trainer", str(self.run_file), *args, prefix=prefix)
 
     def start_orchestrator(self) -> Child:
         """One of its own, that outlives trainers: start those with "--orchestrator", run.address."""
-        folder = self.folder / "orchestrator"
-        folder.mkdir(exist_ok=True)
-        argv = [sys.executable, "-m", "async_rl", "orchestrator", str(self.run_file)]
-        return self.fleet.start("orchestrator", argv, cwd=folder, log_path=self.folder / "orchestrator.log")
+        return self._start("orchestrator", "orchestrator", str(self.run_file))
 
     def start_worker(
         self, name: str, *args: str, engine: str = "reference", prefix: tuple[str, ...] = ()
     ) -> Child:
+        words = ["rollout", "--store", self.store_url, "--orchestrator", self.dial, "--worker-id", name]
+        words += ["--set", f"rollout.engine={engine}"]
+        return self._start(name, *words, *args, prefix=prefix)
+
+    def _start(self, name: str, *words: str, prefix: tuple[str, ...] = ()) -> Child:
+        """A command of ours in a folder of its own. Its environment may be one of the tests' modules."""
         folder = self.folder / name
         folder.mkdir(exist_ok=True)
-        argv = [*prefix, sys.executable, "-m", "async_rl", "rollout", "--store", self.store_url]
-        argv += [
-            "--orchestrator",
-            self.dial,
-            "--worker-id",
-            name,
-            "--set",
-            f"rollout.engine={engine}",
-            *args,
-        ]
-        return self.fleet.start(name, argv, cwd=folder, log_path=self.folder / f"{name}.log")
+        path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
+        argv = [*prefix, sys.executable, "-m", "async_rl", *words]
+        log_path = self.folder / f"{name}.log"
+        return self.fleet.start(name, argv, env={"PYTHONPATH": path}, cwd=folder, log_path=log_path)
 
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl so far."""

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,8 @@ from async_rl.procs import Child
 from async_rl.store import open_store
 from async_rl.store.local_server import free_ports
 from async_rl.weights.lineage import list_versions, read_claims, read_manifest
-from tests.runs import LocalRun
+from tests.runs import PACED, LocalRun
+from tests.servers import S3Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -25,31 +27,42 @@ START_S = 90.0
 """For processes that import torch, side by side, on two busy cores."""
 
 
-def test_a_run_trains_publishes_and_finishes(tmp_path: Path, s3_url: str, tiny_model: Path):
+@pytest.fixture(scope="module")
+def finished(
+    seaweed: S3Server, tmp_path_factory: pytest.TempPathFactory, tiny_model: Path
+) -> Iterator[LocalRun]:
+    """A run of two ranks, from the first command to the end of everybody."""
+    settings = {"trainer": {"steps": 4, "checkpoint_every": 4}, "eval": {"every": 2, "prompts": 8}}
+    folder = tmp_path_factory.mktemp("finished")
+    with pytest.MonkeyPatch.context() as patch:
+        seaweed.activate(patch)
+        with LocalRun(folder, seaweed.new_url(), tiny_model, **settings) as run:
+            trainer = run.start_trainer("--nproc-per-node", "2")
+            worker = run.start_worker("w1")
+            assert run.finish(trainer, 2 * START_S) == 0, run.logs()
+            assert run.finish(worker, 30.0) == 0, "drained at the end: " + run.logs()
+        yield run
+
+
+def test_a_run_trains_publishes_and_finishes(finished: LocalRun, tmp_path: Path):
     """Two ranks: every step's metrics are there, every version is in the bucket, and the newest one, pulled,
     is bit-equal to the 16-bit weights of the trainer (read from its checkpoint)."""
-    settings = {"trainer": {"steps": 4, "checkpoint_every": 4}, "eval": {"every": 2, "prompts": 8}}
-    with LocalRun(tmp_path, s3_url, tiny_model, **settings) as run:
-        trainer = run.start_trainer("--nproc-per-node", "2")
-        worker = run.start_worker("w1")
-        assert run.finish(trainer, 2 * START_S) == 0, run.logs()
-        assert run.finish(worker, 30.0) == 0, "drained at the end: " + run.logs()
-        rows = [row for row in run.metrics() if "reward/mean" in row]
-        assert [row["step"] for row in rows] == [1, 2, 3, 4]
-        for row in rows:
-            assert row["lag/max"] <= 2
-            assert row["mismatch/abs_logprob"] >= 0 and row["mismatch/kl_k3"] >= 0
-        evaluated = [row["eval/version"] for row in run.metrics() if "eval/reward" in row]
-        assert evaluated[0] == 0 and evaluated[-1] == 4
-    store = open_store(s3_url)
+    rows = [row for row in finished.metrics() if "reward/mean" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    for row in rows:
+        assert row["lag/max"] <= 2
+        assert row["mismatch/abs_logprob"] >= 0 and row["mismatch/kl_k3"] >= 0
+    evaluated = [row["eval/version"] for row in finished.metrics() if "eval/reward" in row]
+    assert evaluated[0] == 0 and evaluated[-1] == 4
+    store = open_store(finished.store_url)
     assert list_versions(store) == [0, 1, 2, 3, 4]
     assert [read_manifest(store, v).parent for v in range(5)] == [-1, 0, 1, 2, 3]
 
     policy = tmp_path / "policy"
-    done = cli("weights", "pull", "newest", "--store", s3_url, "--out", str(policy))
+    done = cli("weights", "pull", "newest", "--store", finished.store_url, "--out", str(policy))
     assert done.returncode == 0, done.stderr
-    assert_equal_to_checkpoint(policy, s3_url, step=4)
-    listed = cli("weights", "ls", "--store", s3_url, "--json")
+    assert_equal_to_checkpoint(policy, finished.store_url, step=4)
+    listed = cli("weights", "ls", "--store", finished.store_url, "--json")
     assert [json.loads(line)["step"] for line in listed.stdout.splitlines()] == [0, 1, 2, 3, 4]
 
 
@@ -75,9 +88,11 @@ def assert_equal_to_checkpoint(policy: Path, url: str, step: int) -> None:
     assert compared > 10
 
 
-def test_workers_join_and_die_and_the_run_goes_on(tmp_path: Path, s3_url: str, tiny_model: Path):
+def test_workers_join_and_die_and_the_run_goes_on_until_ctrl_c_which_leaves_no_process_behind(
+    tmp_path: Path, s3_url: str, tiny_model: Path
+):
     """A second worker is used within one version of being ready; kill -9 of either does not end the run."""
-    with LocalRun(tmp_path, s3_url, tiny_model, trainer={"steps": 400}) as run:
+    with LocalRun(tmp_path, s3_url, tiny_model, trainer={"steps": 400}, environment=PACED) as run:
         trainer = run.start_trainer()
         first = run.start_worker("first")
         run.wait("three steps", lambda: run.steps() >= 3, START_S, trainer, first)
@@ -104,8 +119,13 @@ def test_workers_join_and_die_and_the_run_goes_on(tmp_path: Path, s3_url: str, t
         steps_more(run, 3, trainer, third)
         status = run.status()
         assert status.lag_max <= status.max_lag
-        trainer.process.send_signal(signal.SIGTERM)
-        assert run.finish(trainer, 60.0) in (0, 128 + signal.SIGTERM, -signal.SIGTERM)
+        families = [family(child.pid) for child in (trainer, third)]
+        assert len(families[0]) >= 3, "the command, the orchestrator and a rank"
+        for child in (trainer, third):
+            child.process.send_signal(signal.SIGINT)
+        for child in (trainer, third):
+            run.finish(child, 60.0)
+        run.wait("every process to be gone", lambda: not any(alive(p) for f in families for p in f), 10.0)
 
 
 def kill(run: LocalRun, victim: Child) -> None:
@@ -120,16 +140,15 @@ def steps_more(run: LocalRun, count: int, *running: Child) -> None:
 
 
 def test_of_two_trainers_exactly_one_goes_on(tmp_path: Path, s3_url: str, tiny_model: Path):
-    with LocalRun(tmp_path, s3_url, tiny_model, trainer={"steps": 400}) as run:
+    with LocalRun(tmp_path, s3_url, tiny_model, trainer={"steps": 400}, environment=PACED) as run:
         older = run.start_trainer(name="older")
         worker = run.start_worker("w1")
         run.wait(
             "two versions", lambda: len(list_versions(open_store(s3_url))) >= 2, START_S, older, worker
         )
-        port = free_ports(1)[0]
         newer = run.start_trainer(
             "--set",
-            f"orchestrator.bind=tcp://127.0.0.1:{port}",
+            f"orchestrator.bind=tcp://127.0.0.1:{free_ports(1)[0]}",
             "--set",
             "trainer.out=out-newer",
             name="newer",
@@ -140,20 +159,6 @@ def test_of_two_trainers_exactly_one_goes_on(tmp_path: Path, s3_url: str, tiny_m
         assert newer.running(), run.log("newer")[-2000:]
         claims = read_claims(open_store(s3_url))
         assert [c.incarnation for c in claims] == [claims[0].incarnation, claims[0].incarnation + 1]
-
-
-def test_ctrl_c_leaves_no_process_behind(tmp_path: Path, s3_url: str, tiny_model: Path):
-    with LocalRun(tmp_path, s3_url, tiny_model, trainer={"steps": 400}) as run:
-        trainer = run.start_trainer()
-        worker = run.start_worker("w1")
-        run.wait("a step", lambda: run.steps() >= 1, START_S, trainer, worker)
-        families = [family(child.pid) for child in (trainer, worker)]
-        assert len(families[0]) >= 3, "the command, the orchestrator, the launcher and a rank"
-        for child in (trainer, worker):
-            child.process.send_signal(signal.SIGINT)
-        for child in (trainer, worker):
-            run.finish(child, 60.0)
-        run.wait("every process to be gone", lambda: not any(alive(p) for f in families for p in f), 10.0)
 
 
 def family(pid: int) -> list[int]:
@@ -208,19 +213,17 @@ def test_a_store_that_can_not_be_used_is_named_with_what_to_do(tmp_path, seaweed
     )
 
 
-def test_another_model_on_the_same_run_is_refused_and_the_run_stays_as_it_was(tmp_path, s3_url, tiny_model):
-    with LocalRun(tmp_path, s3_url, tiny_model, trainer={"steps": 1}) as run:
-        trainer, worker = run.start_trainer(), run.start_worker("w1")
-        assert run.finish(trainer, 2 * START_S) == 0, run.logs()
-        run.finish(worker, 30.0)
-    store = open_store(s3_url)
+def test_another_model_on_the_same_run_is_refused_and_the_run_stays_as_it_was(
+    finished: LocalRun, tmp_path: Path, tiny_model: Path
+):
+    store = open_store(finished.store_url)
     before = [info for info in store.list_after("") if not info.key.startswith(".probe")]
     other = tmp_path / "other"
     shutil.copytree(tiny_model, other)
     config = json.loads((other / "config.json").read_text())
     config["rope_theta"] = 12345.0
     (other / "config.json").write_text(json.dumps(config))
-    done = cli("trainer", str(run.run_file), "--set", f"model.path={other}")
+    done = cli("trainer", str(finished.run_file), "--set", f"model.path={other}", cwd=tmp_path)
     refused(done, "config.json")
     assert [info for info in store.list_after("") if not info.key.startswith(".probe")] == before
 
