@@ -1,4 +1,4 @@
-"""The reversing task with a judge that takes its time: for runs that only have to go on while a test does other things.
+"""The reversing task with a judge that takes its time: for runs that only have to go on beside something else.
 
 A run whose rewards are there at once trains as fast as the processors let it, and leaves little of them to what the
 test starts beside it. With this one it mostly waits: each group that admission lets out takes `pace_s`.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -25,6 +26,8 @@ from async_rl.transport.link import ask_status
 from async_rl.wire import Status
 
 PAUSE_S = 0.2
+START_S = 90.0
+"""For processes that import torch, side by side, on two busy cores."""
 PACED: dict[str, Any] = {"name": "tests.paced:Paced", "args": {"pace_s": 2.0}}
 """The environment of a run that only has to go on: a step or two a second, with the batches and the lag below."""
 ROOT = Path(__file__).parents[1]
@@ -131,6 +134,24 @@ class LocalRun:
 
     def __exit__(self, *_: object) -> None:
         self.fleet.stop()
+
+
+def cli(
+    *argv: str, env: dict[str, str] | None = None, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "async_rl", *argv]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=150, env={**os.environ, **(env or {})}, cwd=cwd
+    )
+
+
+def refused(done: subprocess.CompletedProcess[str], *said: str) -> None:
+    output = done.stdout + done.stderr
+    assert done.returncode not in (0, None), output
+    for words in said:
+        assert words in output, f"{words!r} is not in:\n{output[-3000:]}"
+    assert "Traceback" not in output, output[-4000:]
+    assert "error: " in output
 
 
 def _toml_table(name: str, table: dict[str, Any]) -> str:

@@ -4,11 +4,8 @@ in seconds; test_run_vllm.py does the same with vLLM."""
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,13 +15,10 @@ from async_rl.procs import Child
 from async_rl.store import open_store
 from async_rl.store.local_server import free_ports
 from async_rl.weights.lineage import list_versions, read_claims, read_manifest
-from tests.runs import PACED, LocalRun
+from tests.runs import PACED, START_S, LocalRun, cli, refused
 from tests.servers import S3Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
-
-START_S = 90.0
-"""For processes that import torch, side by side, on two busy cores."""
 
 
 @pytest.fixture(scope="module")
@@ -174,45 +168,6 @@ def alive(pid: int) -> bool:
         return False
 
 
-# ---------------------------------------------------------------- bad input
-
-
-def cli(
-    *argv: str, env: dict[str, str] | None = None, cwd: Path | None = None
-) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "async_rl", *argv]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=150, env={**os.environ, **(env or {})}, cwd=cwd
-    )
-
-
-def refused(done: subprocess.CompletedProcess[str], *said: str) -> None:
-    output = done.stdout + done.stderr
-    assert done.returncode not in (0, None), output
-    for words in said:
-        assert words in output, f"{words!r} is not in:\n{output[-3000:]}"
-    assert "Traceback" not in output, output[-4000:]
-    assert "error: " in output
-
-
-QUICK = ("--set", "store.retry_limit_s=2", "--set", "store.connect_timeout_s=1")
-
-
-def test_a_store_that_can_not_be_used_is_named_with_what_to_do(tmp_path, seaweed, s3_url, tiny_model):
-    run = LocalRun(tmp_path, s3_url, tiny_model)
-    trainer = ("trainer", str(run.run_file), *QUICK)
-    worker = ("rollout", "--orchestrator", run.address, *QUICK)
-    nowhere = f"http://127.0.0.1:{free_ports(1)[0]}"
-    refused(cli(*trainer, env={"AWS_ENDPOINT_URL": nowhere}), nowhere)
-    refused(cli(*worker, "--store", s3_url, env={"AWS_ENDPOINT_URL": nowhere}), nowhere)
-    refused(cli(*trainer, "--set", "run.store=s3://no-such-bucket/x"), "no-such-bucket", "store mb")
-    refused(cli(*worker, "--store", "s3://no-such-bucket/x"), "no-such-bucket", "store mb")
-    refused(cli(*trainer, env={"AWS_SECRET_ACCESS_KEY": "wrong"}), "AWS_SECRET_ACCESS_KEY")
-    refused(
-        cli(*worker, "--store", s3_url, env={"AWS_SECRET_ACCESS_KEY": "wrong"}), "AWS_SECRET_ACCESS_KEY"
-    )
-
-
 def test_another_model_on_the_same_run_is_refused_and_the_run_stays_as_it_was(
     finished: LocalRun, tmp_path: Path, tiny_model: Path
 ):
@@ -226,63 +181,3 @@ def test_another_model_on_the_same_run_is_refused_and_the_run_stays_as_it_was(
     done = cli("trainer", str(finished.run_file), "--set", f"model.path={other}", cwd=tmp_path)
     refused(done, "config.json")
     assert [info for info in store.list_after("") if not info.key.startswith(".probe")] == before
-
-
-def test_a_port_that_is_taken_is_named(tmp_path, s3_url, tiny_model):
-    run = LocalRun(tmp_path, s3_url, tiny_model)
-    with LocalRun(tmp_path / "first", s3_url + "-first", tiny_model) as holder:
-        holder.fleet.start(
-            "orchestrator",
-            [
-                sys.executable,
-                "-m",
-                "async_rl",
-                "orchestrator",
-                str(run.run_file),
-                "--set",
-                f"orchestrator.spool={tmp_path / 'own'}",
-            ],
-            log_path=tmp_path / "holder.log",
-        )
-        holder.wait("the port to be taken", lambda: run.status() is not None, 60.0)
-        refused(cli("trainer", str(run.run_file)), run.address)
-
-
-RAISES = '''
-class Environment:
-    """Gives prompts, and has no reward for any answer."""
-    name = "broken"
-    reward_range = (0.0, 1.0)
-
-    def prompt(self, split, ordinal):
-        from async_rl.wire import Prompt
-        return Prompt(text="abc", answer="cba")
-
-    async def reward(self, prompt, completion):
-        raise RuntimeError("the judge is out of office")
-'''
-
-
-def test_an_environment_that_raises_is_shown_and_loses_nothing(tmp_path, s3_url, tiny_model):
-    settings = {
-        "environment": {"name": "broken_judge:Environment"},
-        "orchestrator": {"max_attempts": 2},
-        "trainer": {"steps": 2, "batch_wait_s": 30.0},
-    }
-    with LocalRun(tmp_path, s3_url, tiny_model, **settings) as run:
-        for folder in ("trainer", "w1"):
-            (tmp_path / folder).mkdir(exist_ok=True)
-            (tmp_path / folder / "broken_judge.py").write_text(RAISES)
-        trainer, worker = run.start_trainer(), run.start_worker("w1")
-        letters: list[tuple[str, str]] = []
-
-        def dead_letters() -> bool:
-            status = run.status()
-            letters[:] = status.dead_letters if status else []
-            return bool(letters)
-
-        run.wait("a dead letter", dead_letters, START_S, trainer, worker)
-        assert "the judge is out of office" in letters[0][1]
-        assert run.finish(trainer, 60.0) != 0
-        assert "no batch for step 0" in run.log("trainer")
-        assert list_versions(open_store(s3_url)) == [0]
