@@ -18,24 +18,21 @@ QUICK = ("--set", "store.retry_limit_s=2", "--set", "store.connect_timeout_s=1")
 
 
 def test_a_store_that_can_not_be_used_is_named_with_what_to_do(tmp_path, seaweed, s3_url, tiny_model):
-    run = LocalRun(tmp_path, s3_url, tiny_model)
     nowhere, missing = f"http://127.0.0.1:{free_ports(1)[0]}", "s3://no-such-bucket/x"
     cases = [
         (s3_url, {"AWS_ENDPOINT_URL": nowhere}, (nowhere,)),
         (missing, {}, ("no-such-bucket", "store mb")),
         (s3_url, {"AWS_SECRET_ACCESS_KEY": "wrong"}, ("AWS_SECRET_ACCESS_KEY",)),
     ]
-
-    def trainer(url: str) -> list[str]:
-        return ["trainer", str(run.run_file), "--set", f"run.store={url}"]
-
-    def worker(url: str) -> list[str]:
-        return ["rollout", "--orchestrator", run.address, "--store", url]
-
-    played = [(command(url), env, said) for command in (trainer, worker) for url, env, said in cases]
+    played = []
+    for number, (url, env, said) in enumerate(cases):
+        run = LocalRun(tmp_path / str(number), url, tiny_model)
+        trainer = ("trainer", str(run.run_file))
+        worker = ("rollout", "--orchestrator", run.address, "--store", url)
+        played += [(command, run.folder, env, said) for command in (trainer, worker)]
     with ThreadPoolExecutor(2) as pool:
-        told = pool.map(lambda case: cli(*case[0], *QUICK, env=case[1], cwd=tmp_path), played)
-        for done, (_, _, said) in zip(told, played, strict=True):
+        told = pool.map(lambda each: cli(*each[0], *QUICK, cwd=each[1], env=each[2]), played)
+        for done, (_, _, _, said) in zip(told, played, strict=True):
             refused(done, *said)
 
 
