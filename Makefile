@@ -11,8 +11,9 @@ VENV   := .venv
 ENGINE ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo gpu || echo cpu)
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready-$(ENGINE)
-# Tests wait more than they compute: two at a time, the tests of a file in one process. PARALLEL= for one after the other.
-PARALLEL ?= -n 2 --dist loadfile
+# Tests wait more than they compute: two at a time, the tests of a file in one process, the longest files first
+# (tests/side_by_side.py). PARALLEL= for one after the other.
+PARALLEL ?= -n 2 --dist loadfile --no-loadscope-reorder
 # Nothing is ever fetched from a model hub.
 export HF_HUB_OFFLINE := 1
 
