@@ -14,6 +14,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,17 @@ from async_rl.procs import Fleet
 from async_rl.store.local_server import LocalServer, free_ports, loopback_client, make_bucket, weed_command
 
 LIMIT_S = 60.0
+
+
+@cache
+def read_descriptions_once() -> None:
+    """botocore reads what there is to know about S3 for each client anew: 0.15 s of a processor, and tests make hundreds
+    of clients."""
+    import botocore.loaders
+    import botocore.session
+
+    loader = botocore.loaders.create_loader()
+    botocore.session.create_loader = lambda *_: loader
 
 
 class S3Server:
@@ -43,6 +55,7 @@ class S3Server:
             "AWS_EC2_METADATA_DISABLED": "true",
             "NO_PROXY": "127.0.0.1",
         }
+        read_descriptions_once()
         self._client = loopback_client(endpoint, key_id, secret)
 
     def new_bucket(self) -> str:
