@@ -28,7 +28,7 @@ LIMIT_S = 60.0
 
 @cache
 def read_descriptions_once() -> None:
-    """botocore reads what there is to know about S3 anew for each client: 0.15 s of a core, and tests make hundreds."""
+    """botocore reads what is known about S3 anew for each client: 0.15 s of a core, and tests make hundreds."""
     import botocore.loaders
     import botocore.session
 
