@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from async_rl.errors import AsyncRLError
 from async_rl.procs import Child, Fleet
@@ -24,6 +24,7 @@ from async_rl.store.local_server import free_ports
 from async_rl.transport.keys import ClientKey
 from async_rl.transport.link import ask_status
 from async_rl.wire import Status
+from tests.warm_start import WarmStart
 
 PAUSE_S = 0.2
 START_S = 90.0
@@ -35,6 +36,9 @@ ROOT = Path(__file__).parents[1]
 
 class LocalRun:
     """`settings` are run-file tables; they are laid over small, quick defaults."""
+
+    warm: ClassVar[WarmStart | None] = None
+    """What forks the processes, in the tests that ask for it (`forked_starts`); None: each starts for itself."""
 
     def __init__(self, folder: Path, store_url: str, model: Path, **settings: dict[str, Any]) -> None:
         self.folder = folder
@@ -86,7 +90,12 @@ class LocalRun:
         path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
         argv = [*prefix, sys.executable, "-m", "async_rl", *words]
         log_path = self.folder / f"{name}.log"
-        return self.fleet.start(name, argv, env={"PYTHONPATH": path}, cwd=folder, log_path=log_path)
+        if self.warm is None or prefix:
+            return self.fleet.start(name, argv, env={"PYTHONPATH": path}, cwd=folder, log_path=log_path)
+        process = self.warm.start(argv, {**os.environ, "PYTHONPATH": path}, folder, log_path)
+        child = Child(name, process, log_path)  # type: ignore[arg-type]
+        self.fleet.children.append(child)
+        return child
 
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl so far."""

@@ -5,6 +5,7 @@ def test_…(s3_url):    a fresh s3:// prefix on SeaweedFS; the environment is s
                        works on it here and in child processes
 def test_…(moto_s3):   the same object as `seaweed`, over moto (which checks no signatures)
 def test_…(juicefs):   likewise, over JuiceFS' gateway: an old MinIO, which ignores If-None-Match
+forked_starts:         for whole runs (tests/runs.py): no process of them waits for its imports (tests/warm_start.py)
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ import pytest
 
 from async_rl.procs import Fleet
 from async_rl.store.local_server import LocalServer, free_ports, loopback_client, make_bucket, weed_command
+from tests.runs import LocalRun
+from tests.warm_start import WarmStart
 
 LIMIT_S = 60.0
 
@@ -152,3 +155,16 @@ def juicefs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 def s3_url(seaweed: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
     seaweed.activate(monkeypatch)
     return seaweed.new_url()
+
+
+@pytest.fixture(scope="session")
+def warm_start() -> Iterator[WarmStart]:
+    server = WarmStart()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def forked_starts(warm_start: WarmStart, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every LocalRun of this test forks its processes instead of starting them."""
+    monkeypatch.setattr(LocalRun, "warm", warm_start)

@@ -13,7 +13,7 @@ from async_rl.transport.allowed import Allowed, Keyring, add
 from async_rl.transport.keys import client_key_text, new_secret, public_of, read_client_key, write_private
 from tests.runs import PACED, LocalRun
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.usefixtures("forked_starts"), pytest.mark.slow, pytest.mark.timeout(240)]
 
 START_S = 90.0
 

@@ -82,6 +82,7 @@ def assert_equal_to_checkpoint(policy: Path, url: str, step: int) -> None:
     assert compared > 10
 
 
+@pytest.mark.usefixtures("forked_starts")
 def test_workers_join_and_die_and_the_run_goes_on_until_ctrl_c_which_leaves_no_process_behind(
     tmp_path: Path, s3_url: str, tiny_model: Path
 ):
@@ -133,6 +134,7 @@ def steps_more(run: LocalRun, count: int, *running: Child) -> None:
     run.wait(f"{count} more steps", lambda: run.steps() >= goal, START_S, *running)
 
 
+@pytest.mark.usefixtures("forked_starts")
 def test_of_two_trainers_exactly_one_goes_on(tmp_path: Path, s3_url: str, tiny_model: Path):
     with LocalRun(tmp_path, s3_url, tiny_model, trainer={"steps": 400}, environment=PACED) as run:
         older = run.start_trainer(name="older")

@@ -73,6 +73,7 @@ class Environment:
 '''
 
 
+@pytest.mark.usefixtures("forked_starts")
 def test_an_environment_that_raises_is_shown_and_loses_nothing(tmp_path, s3_url, tiny_model):
     settings = {
         "environment": {"name": "broken_judge:Environment"},
