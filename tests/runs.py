@@ -29,8 +29,9 @@ from tests.warm_start import WarmStart
 PAUSE_S = 0.2
 START_S = 90.0
 """For processes that import torch, side by side, on two busy cores."""
-PACED: dict[str, Any] = {"name": "tests.paced:Paced", "args": {"pace_s": 2.0}}
-"""The environment of a run that only has to go on: a step or two a second, with the batches and the lag below."""
+PACED: dict[str, Any] = {"name": "tests.paced:Paced", "args": {"pace_s": 0.2}}
+"""The environment of a run that only has to go on: about a step a second, for most groups of a model that has learned
+nothing yet have no signal, and some forty make a batch of four."""
 ROOT = Path(__file__).parents[1]
 
 
