@@ -155,9 +155,9 @@ def cli(
     )
 
 
-def refused(done: subprocess.CompletedProcess[str], *said: str) -> None:
-    output = done.stdout + done.stderr
-    assert done.returncode not in (0, None), output
+def assert_refused(status: int, output: str, *said: str) -> None:
+    """A command has ended with an error of ours that says all of this."""
+    assert status not in (0, None), output
     for words in said:
         assert words in output, f"{words!r} is not in:\n{output[-3000:]}"
     assert "Traceback" not in output, output[-4000:]

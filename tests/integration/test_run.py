@@ -15,7 +15,7 @@ from async_rl.procs import Child
 from async_rl.store import open_store
 from async_rl.store.local_server import free_ports
 from async_rl.weights.lineage import list_versions, read_claims, read_manifest
-from tests.runs import PACED, START_S, LocalRun, cli, refused
+from tests.runs import PACED, START_S, LocalRun, assert_refused, cli
 from tests.servers import S3Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
@@ -170,6 +170,7 @@ def alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.usefixtures("forked_starts")
 def test_another_model_on_the_same_run_is_refused_and_the_run_stays_as_it_was(
     finished: LocalRun, tmp_path: Path, tiny_model: Path
 ):
@@ -180,6 +181,7 @@ def test_another_model_on_the_same_run_is_refused_and_the_run_stays_as_it_was(
     config = json.loads((other / "config.json").read_text())
     config["rope_theta"] = 12345.0
     (other / "config.json").write_text(json.dumps(config))
-    done = cli("trainer", str(finished.run_file), "--set", f"model.path={other}", cwd=tmp_path)
-    refused(done, "config.json")
+    with LocalRun(tmp_path, finished.store_url, other) as run:
+        trainer = run.start_trainer()
+        assert_refused(run.finish(trainer, START_S), run.log("trainer"), "config.json")
     assert [info for info in store.list_after("") if not info.key.startswith(".probe")] == before

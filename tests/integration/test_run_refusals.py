@@ -3,37 +3,39 @@
 from __future__ import annotations
 
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import pytest
 
 from async_rl.store import open_store
 from async_rl.store.local_server import free_ports
 from async_rl.weights.lineage import list_versions
-from tests.runs import START_S, LocalRun, cli, refused
+from tests.runs import START_S, LocalRun, assert_refused, cli
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 QUICK = ("--set", "store.retry_limit_s=2", "--set", "store.connect_timeout_s=1")
 
 
-def test_a_store_that_can_not_be_used_is_named_with_what_to_do(tmp_path, seaweed, s3_url, tiny_model):
-    nowhere, missing = f"http://127.0.0.1:{free_ports(1)[0]}", "s3://no-such-bucket/x"
+@pytest.mark.usefixtures("forked_starts")
+def test_a_store_that_can_not_be_used_is_named_with_what_to_do(tmp_path, s3_url, tiny_model, monkeypatch):
+    nowhere = f"http://127.0.0.1:{free_ports(1)[0]}"
     cases = [
         (s3_url, {"AWS_ENDPOINT_URL": nowhere}, (nowhere,)),
-        (missing, {}, ("no-such-bucket", "store mb")),
+        ("s3://no-such-bucket/x", {}, ("no-such-bucket", "store mb")),
         (s3_url, {"AWS_SECRET_ACCESS_KEY": "wrong"}, ("AWS_SECRET_ACCESS_KEY",)),
     ]
-    played = []
-    for number, (url, env, said) in enumerate(cases):
-        run = LocalRun(tmp_path / str(number), url, tiny_model)
-        trainer = ("trainer", str(run.run_file))
-        worker = ("rollout", "--orchestrator", run.address, "--store", url)
-        played += [(command, run.folder, env, said) for command in (trainer, worker)]
-    with ThreadPoolExecutor(2) as pool:
-        told = pool.map(lambda each: cli(*each[0], *QUICK, cwd=each[1], env=each[2]), played)
-        for done, (_, _, _, said) in zip(told, played, strict=True):
-            refused(done, *said)
+    with ExitStack() as stack:
+        started = []
+        for number, (url, environment, said) in enumerate(cases):
+            run = stack.enter_context(LocalRun(tmp_path / str(number), url, tiny_model))
+            with monkeypatch.context() as patch:
+                for name, value in environment.items():
+                    patch.setenv(name, value)
+                started.append((run, run.start_trainer(*QUICK), said))
+                started.append((run, run.start_worker("w1", *QUICK, engine="vllm"), said))
+        for run, child, said in started:
+            assert_refused(run.finish(child, START_S), run.log(child.name), *said)
 
 
 def test_a_port_that_is_taken_is_named(tmp_path, s3_url, tiny_model):
@@ -53,7 +55,8 @@ def test_a_port_that_is_taken_is_named(tmp_path, s3_url, tiny_model):
             log_path=tmp_path / "holder.log",
         )
         holder.wait("the port to be taken", lambda: run.status() is not None, 60.0)
-        refused(cli("trainer", str(run.run_file), cwd=tmp_path), run.address)
+        done = cli("trainer", str(run.run_file), cwd=tmp_path)
+        assert_refused(done.returncode, done.stdout + done.stderr, run.address)
 
 
 RAISES = '''
