@@ -30,7 +30,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-__all__ = ["WarmStart"]
+__all__ = ["WarmProcess", "WarmStart"]
 
 ROOT = Path(__file__).parents[1]
 OURS = (

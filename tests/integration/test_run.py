@@ -4,9 +4,13 @@ in seconds; test_run_vllm.py does the same with vLLM."""
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
-from collections.abc import Iterator
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,8 +19,9 @@ from async_rl.procs import Child
 from async_rl.store import open_store
 from async_rl.store.local_server import free_ports
 from async_rl.weights.lineage import list_versions, read_claims, read_manifest
-from tests.runs import PACED, START_S, LocalRun, assert_refused, cli
+from tests.runs import PACED, ROOT, START_S, LocalRun, assert_refused, cli
 from tests.servers import S3Server
+from tests.warm_start import WarmProcess, WarmStart
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -185,3 +190,32 @@ def test_another_model_on_the_same_run_is_refused_and_the_run_stays_as_it_was(
         trainer = run.start_trainer()
         assert_refused(run.finish(trainer, START_S), run.log("trainer"), "config.json")
     assert [info for info in store.list_after("") if not info.key.startswith(".probe")] == before
+
+
+def test_a_forked_process_is_what_the_command_line_starts(warm_start: WarmStart, tmp_path: Path):
+    """What the other tests rely on: its own folder, environment, log, status, group and modules."""
+    (tmp_path / "sitecustomize.py").write_text("import os\nprint('in', os.getcwd(), os.environ['WHO'])\n")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "WHO": "me"}
+
+    def start(*words: str) -> WarmProcess:
+        argv = [sys.executable, "-m", "async_rl", *words]
+        return warm_start.start(argv, environment, tmp_path, tmp_path / "log")
+
+    assert start("no-such-command").wait(60.0) == 2
+    said = (tmp_path / "log").read_text()
+    assert f"in {tmp_path} me" in said and "No such command 'no-such-command'" in said
+
+    worker = ("rollout", "--store", f"file://{tmp_path}/nowhere", "--orchestrator", "tcp://127.0.0.1:1")
+    stopped, killed = start(*worker), start(*worker)
+    wait_until(lambda: (tmp_path / "log").read_text().count("there is no run yet") == 2)
+    assert stopped.poll() is None and os.getpgid(stopped.pid) == stopped.pid != os.getpgid(killed.pid)
+    stopped.send_signal(signal.SIGTERM)
+    os.killpg(killed.pid, signal.SIGKILL)
+    assert (stopped.wait(60.0), killed.wait(60.0)) == (0, -signal.SIGKILL)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline, pause = time.monotonic() + START_S, threading.Event()
+    while not condition():
+        assert time.monotonic() < deadline
+        pause.wait(0.05)
