@@ -3,6 +3,7 @@ has only the one that forked it."""
 
 from __future__ import annotations
 
+import gc
 import threading
 
 import torch
@@ -19,3 +20,5 @@ import tests.weights_support  # noqa: E402, F401
 import workers.trainer  # noqa: E402, F401
 
 assert threading.active_count() == 1
+gc.collect()
+gc.freeze()  # or the first collection in each rank would copy all these pages

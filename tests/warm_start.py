@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -278,6 +279,8 @@ def warm_up() -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, Qwen3ForCausalLM  # noqa: F401
 
     assert threading.active_count() == 1, "the process that forks must have one thread"
+    gc.collect()
+    gc.freeze()  # or the first collection in each child would copy all these pages
 
 
 BASE = [path for path in sys.path if path and Path(path).resolve() != ROOT]
