@@ -10,6 +10,7 @@ forked_starts:         for whole runs (tests/runs.py): no process of them waits 
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -165,6 +166,8 @@ def warm_start() -> Iterator[WarmStart]:
 
 
 @pytest.fixture
-def forked_starts(warm_start: WarmStart, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every LocalRun of this test forks its processes instead of starting them."""
-    monkeypatch.setattr(LocalRun, "warm", warm_start)
+def forked_starts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every LocalRun of this test forks its processes instead of starting them. ASYNC_RL_TEST_FRESH=1 starts them, to see
+    whether it makes a difference."""
+    if not os.environ.get("ASYNC_RL_TEST_FRESH"):
+        monkeypatch.setattr(LocalRun, "warm", request.getfixturevalue("warm_start"))
