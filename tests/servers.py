@@ -167,7 +167,7 @@ def warm_start() -> Iterator[WarmStart]:
 
 @pytest.fixture
 def forked_starts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every LocalRun of this test forks its processes instead of starting them. ASYNC_RL_TEST_FRESH=1 starts them, to see
-    whether it makes a difference."""
+    """Every LocalRun of this test forks its processes instead of starting them. ASYNC_RL_TEST_FRESH=1 starts them: to
+    see whether it makes a difference."""
     if not os.environ.get("ASYNC_RL_TEST_FRESH"):
         monkeypatch.setattr(LocalRun, "warm", request.getfixturevalue("warm_start"))
