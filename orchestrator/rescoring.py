@@ -168,7 +168,7 @@ class Rescorer:
     def close(self) -> None:
         """What is running is left behind, in a thread that does not keep the process from ending."""
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop.call_soon_threadsafe(_end, self._loop)
             self._loop = None
 
     # ---------------------------------------------------------------- inside
@@ -257,3 +257,10 @@ class Rescorer:
         """Whether its worker says that all of its rewards, one after another, took far less than our limit: who needs
         longer is honest about a hard text, or lies about it and is not found by this."""
         return group.reward_s * len(group.samples) < self._timeout_s / 2
+
+
+def _end(loop: asyncio.AbstractEventLoop) -> None:
+    """In the loop's thread. What was only just begun hears of it in the next turn, before the loop stops."""
+    for task in asyncio.all_tasks(loop):
+        task.cancel()
+    loop.call_soon(loop.stop)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,12 +13,27 @@ import torch
 from async_rl.algo.losses import DppoTv, LossConfig, Totals, totals_of
 from async_rl.algo.packing import MicroBatch, TrainSample, pack
 from async_rl.store.base import ObjectStore
+from tests.ranks import as_ranks, start_ranks
 from workers import checkpoints
 from workers.checkpoints import Checkpoint, Progress, Snapshot
 from workers.learner import Learner
 from workers.pretrained import hide_broken_media_packages
 from workers.process_group import RankGroup, rank_group
 from workers.settings import ModelConfig, TrainerConfig
+
+__all__ = [
+    "CPU",
+    "VOCABULARY",
+    "as_ranks",
+    "gradients",
+    "make_learner",
+    "make_samples",
+    "on_ranks",
+    "save_checkpoint",
+    "save_tiny_model",
+    "share",
+    "start_ranks",
+]
 
 VOCABULARY = 40
 CPU = torch.device("cpu")
@@ -114,39 +127,11 @@ def gradients(learner: Learner) -> dict[str, torch.Tensor]:
     }
 
 
-def as_ranks(function: Callable[..., None], ranks: int, *args: object) -> None:
-    """`function(*args)` in `ranks` fresh processes with torchrun's environment; fails with the first traceback."""
-    context = start_ranks(function, ranks, *args)
-    while not context.join():
-        pass
-
-
-def start_ranks(function: Callable[..., None], ranks: int, *args: object) -> Any:
-    """The same processes, not awaited: torch's context of them."""
-    return torch.multiprocessing.spawn(
-        _process, (function, ranks, _free_port(), args), nprocs=ranks, join=False
-    )
-
-
 def on_ranks(function: Callable[..., None], ranks: int, *args: object) -> None:
     """`function(group, *args)` on `ranks` ranks."""
     as_ranks(_in_group, ranks, function, *args)
 
 
-def _process(
-    rank: int, function: Callable[..., None], ranks: int, port: int, args: tuple[object, ...]
-) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    function(*args)
-
-
 def _in_group(function: Callable[..., None], *args: object) -> None:
     with rank_group(CPU, 60.0) as group:
         function(group, *args)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

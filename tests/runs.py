@@ -9,12 +9,14 @@ with LocalRun(tmp_path, store_url, model_dir) as run:
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from async_rl.errors import AsyncRLError
 from async_rl.procs import Child, Fleet
@@ -22,12 +24,22 @@ from async_rl.store.local_server import free_ports
 from async_rl.transport.keys import ClientKey
 from async_rl.transport.link import ask_status
 from async_rl.wire import Status
+from tests.warm_start import WarmStart
 
 PAUSE_S = 0.2
+START_S = 90.0
+"""For processes that import torch, side by side, on two busy cores."""
+PACED: dict[str, Any] = {"name": "tests.paced:Paced", "args": {"pace_s": 0.2}}
+"""The environment of a run that only has to go on: about a step a second, for most groups of a model that has learned
+nothing yet have no signal, and some forty make a batch of four."""
+ROOT = Path(__file__).parents[1]
 
 
 class LocalRun:
     """`settings` are run-file tables; they are laid over small, quick defaults."""
+
+    warm: ClassVar[WarmStart | None] = None
+    """What forks the processes, in the tests that ask for it (`forked_starts`); None: each starts for itself."""
 
     def __init__(self, folder: Path, store_url: str, model: Path, **settings: dict[str, Any]) -> None:
         self.folder = folder
@@ -59,34 +71,32 @@ class LocalRun:
         self.run_file.write_text("".join(_toml_table(name, table) for name, table in tables.items()))
 
     def start_trainer(self, *args: str, prefix: tuple[str, ...] = (), name: str = "trainer") -> Child:
-        folder = self.folder / name
-        folder.mkdir(exist_ok=True)
-        argv = [*prefix, sys.executable, "-m", "async_rl", "trainer", str(self.run_file), *args]
-        return self.fleet.start(name, argv, cwd=folder, log_path=self.folder / f"{name}.log")
+        return self._start(name, "trainer", str(self.run_file), *args, prefix=prefix)
 
     def start_orchestrator(self) -> Child:
         """One of its own, that outlives trainers: start those with "--orchestrator", run.address."""
-        folder = self.folder / "orchestrator"
-        folder.mkdir(exist_ok=True)
-        argv = [sys.executable, "-m", "async_rl", "orchestrator", str(self.run_file)]
-        return self.fleet.start("orchestrator", argv, cwd=folder, log_path=self.folder / "orchestrator.log")
+        return self._start("orchestrator", "orchestrator", str(self.run_file))
 
     def start_worker(
         self, name: str, *args: str, engine: str = "reference", prefix: tuple[str, ...] = ()
     ) -> Child:
+        words = ["rollout", "--store", self.store_url, "--orchestrator", self.dial, "--worker-id", name]
+        words += ["--set", f"rollout.engine={engine}"]
+        return self._start(name, *words, *args, prefix=prefix)
+
+    def _start(self, name: str, *words: str, prefix: tuple[str, ...] = ()) -> Child:
+        """A command of ours in a folder of its own. Its environment may be one of the tests' modules."""
         folder = self.folder / name
         folder.mkdir(exist_ok=True)
-        argv = [*prefix, sys.executable, "-m", "async_rl", "rollout", "--store", self.store_url]
-        argv += [
-            "--orchestrator",
-            self.dial,
-            "--worker-id",
-            name,
-            "--set",
-            f"rollout.engine={engine}",
-            *args,
-        ]
-        return self.fleet.start(name, argv, cwd=folder, log_path=self.folder / f"{name}.log")
+        path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
+        argv = [*prefix, sys.executable, "-m", "async_rl", *words]
+        log_path = self.folder / f"{name}.log"
+        if self.warm is None or prefix:
+            return self.fleet.start(name, argv, env={"PYTHONPATH": path}, cwd=folder, log_path=log_path)
+        process = self.warm.start(argv, {**os.environ, "PYTHONPATH": path}, folder, log_path)
+        child = Child(name, process, log_path)  # type: ignore[arg-type]
+        self.fleet.children.append(child)
+        return child
 
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl so far."""
@@ -134,6 +144,24 @@ class LocalRun:
 
     def __exit__(self, *_: object) -> None:
         self.fleet.stop()
+
+
+def cli(
+    *argv: str, env: dict[str, str] | None = None, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "async_rl", *argv]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=150, env={**os.environ, **(env or {})}, cwd=cwd
+    )
+
+
+def assert_refused(status: int, output: str, *said: str) -> None:
+    """A command has ended with an error of ours that says all of this."""
+    assert status not in (0, None), output
+    for words in said:
+        assert words in output, f"{words!r} is not in:\n{output[-3000:]}"
+    assert "Traceback" not in output, output[-4000:]
+    assert "error: " in output
 
 
 def _toml_table(name: str, table: dict[str, Any]) -> str:

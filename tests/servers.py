@@ -5,15 +5,18 @@ def test_…(s3_url):    a fresh s3:// prefix on SeaweedFS; the environment is s
                        works on it here and in child processes
 def test_…(moto_s3):   the same object as `seaweed`, over moto (which checks no signatures)
 def test_…(juicefs):   likewise, over JuiceFS' gateway: an old MinIO, which ignores If-None-Match
+forked_starts:         for whole runs (tests/runs.py): no process of them waits for its imports (tests/warm_start.py)
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
 import uuid
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +24,20 @@ import pytest
 
 from async_rl.procs import Fleet
 from async_rl.store.local_server import LocalServer, free_ports, loopback_client, make_bucket, weed_command
+from tests.runs import LocalRun
+from tests.warm_start import WarmStart
 
 LIMIT_S = 60.0
+
+
+@cache
+def read_descriptions_once() -> None:
+    """botocore reads what is known about S3 anew for each client: 0.15 s of a core, and tests make hundreds."""
+    import botocore.loaders
+    import botocore.session
+
+    loader = botocore.loaders.create_loader()
+    botocore.session.create_loader = lambda *_: loader
 
 
 class S3Server:
@@ -43,6 +58,7 @@ class S3Server:
             "AWS_EC2_METADATA_DISABLED": "true",
             "NO_PROXY": "127.0.0.1",
         }
+        read_descriptions_once()
         self._client = loopback_client(endpoint, key_id, secret)
 
     def new_bucket(self) -> str:
@@ -140,3 +156,18 @@ def juicefs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 def s3_url(seaweed: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
     seaweed.activate(monkeypatch)
     return seaweed.new_url()
+
+
+@pytest.fixture(scope="session")
+def warm_start() -> Iterator[WarmStart]:
+    server = WarmStart()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def forked_starts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every LocalRun of this test forks its processes instead of starting them. ASYNC_RL_TEST_FRESH=1 starts them: to
+    see whether it makes a difference."""
+    if not os.environ.get("ASYNC_RL_TEST_FRESH"):
+        monkeypatch.setattr(LocalRun, "warm", request.getfixturevalue("warm_start"))

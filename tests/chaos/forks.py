@@ -254,19 +254,17 @@ def _become(order: dict[str, Any]) -> NoReturn:
 
 def warm_up() -> None:
     """Import all that the entries need and compile the kernels; without starting a thread."""
-    import botocore.loaders
-    import botocore.session
     import numpy as np
     import torch
 
     from async_rl.log import setup
     from async_rl.store import open_store
     from async_rl.weights.codec import TILE, apply_tile, digest_of, encode_tile
+    from tests.servers import read_descriptions_once
 
     torch.set_num_threads(1)
     setup("chaos", "INFO")
-    loader = botocore.loaders.create_loader()  # the service's description, read once for all of them
-    botocore.session.create_loader = lambda *_: loader
+    read_descriptions_once()
     open_store("s3://warm/up").close()
     for name in ("publisher", "reader"):
         importlib.import_module(f"tests.chaos.{name}")

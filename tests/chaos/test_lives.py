@@ -9,7 +9,7 @@ import pytest
 
 from tests.chaos.lives import play
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_starts")]
 
 KILLS = (
     "orchestrator write:half 9",

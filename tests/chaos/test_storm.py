@@ -24,6 +24,7 @@ MISSED = {
 """The kills that each guard stands against."""
 
 
+@pytest.mark.usefixtures("forked_starts")
 @pytest.mark.timeout(300)
 def test_a_run_in_a_storm_loses_nothing_and_gets_on(
     s3_url: str, seaweed: S3Server, tmp_path: Path, tiny_model: Path

@@ -1,12 +1,7 @@
-"""One rank of test_publish_ranks.py under torch.distributed.run: `publish_rank.py SCENARIO URL FOLDER`.
-
-Any failed assertion ends the rank with an error, and with it the whole start.
-"""
+"""What one rank of test_publish_ranks.py does. Any failed assertion ends it with an error, and with it the others."""
 
 from __future__ import annotations
 
-import os
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -282,20 +277,17 @@ def failing(url: str, folder: Path) -> None:
             )
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
+SCENARIOS: dict[str, Callable[[str, Path], None]] = {
+    "fsdp": fsdp_model,
+    "states": states,
+    "device": states_on_device,
+    "copies": in_copies,
+    "failing": failing,
+}
+
+
+def play(scenario: str, url: str, folder: Path) -> None:
+    """What each rank does."""
     dist.init_process_group("gloo")
-    scenarios = {
-        "fsdp": fsdp_model,
-        "states": states,
-        "device": states_on_device,
-        "copies": in_copies,
-        "failing": failing,
-    }
-    scenarios[sys.argv[1]](sys.argv[2], Path(sys.argv[3]))
+    SCENARIOS[scenario](url, folder)
     dist.destroy_process_group()
-    # Not through the interpreter's end, as async_rl/cli/trainer.py's _leave: a rank of a busy host may abort there
-    # ("terminate called without an active exception"). The test is over by now.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)

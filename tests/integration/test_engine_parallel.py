@@ -67,7 +67,7 @@ async def say(engine: VLLMEngine) -> list[tuple[list[int], list[float]]]:
             prompt(number),
             seed=number,
             temperature=1.0,
-            max_tokens=30,
+            max_tokens=15,
             request_id=f"{engine.version}/{number}/{engine.staging}",
         )
         said.append((c.tokens.tolist(), c.logprobs.tolist()))

@@ -11,9 +11,9 @@ import pytest
 
 from async_rl.transport.allowed import Allowed, Keyring, add
 from async_rl.transport.keys import client_key_text, new_secret, public_of, read_client_key, write_private
-from tests.runs import LocalRun
+from tests.runs import PACED, LocalRun
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.usefixtures("forked_starts"), pytest.mark.slow, pytest.mark.timeout(240)]
 
 START_S = 90.0
 
@@ -49,7 +49,11 @@ def test_a_run_with_keys_trains_on_whom_it_allows_until_they_are_revoked(
         ),
         "watcher": (["--key", str(watcher)], "key 'me' has the role watcher, which may not send Hello"),
     }
-    settings = {"orchestrator": {"keys": str(tmp_path / "keys")}, "trainer": {"steps": 4000}}
+    settings = {
+        "orchestrator": {"keys": str(tmp_path / "keys")},
+        "trainer": {"steps": 4000},
+        "environment": PACED,
+    }
     with LocalRun(tmp_path, s3_url, tiny_model, **settings) as run:
         run.key = read_client_key(watcher)
         trainer = run.start_trainer()
@@ -63,7 +67,10 @@ def test_a_run_with_keys_trains_on_whom_it_allows_until_they_are_revoked(
 
         run.wait("both workers", lambda: serving() == {"first", "second/gpu7"}, START_S, trainer, one, two)
 
-        outside = {name: run.start_worker(name, *args) for name, (args, _) in turned_away.items()}
+        # They never come to their engine; vLLM is not even imported before it is started.
+        outside = {
+            name: run.start_worker(name, *args, engine="vllm") for name, (args, _) in turned_away.items()
+        }
         for name, (_, reason) in turned_away.items():
             assert run.finish(outside[name], START_S) == 1, run.log(name)
             assert reason in run.log(name) and "Traceback" not in run.log(name)

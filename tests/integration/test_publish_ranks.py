@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 from contextlib import closing
 from pathlib import Path
@@ -21,28 +18,13 @@ from async_rl.weights.publisher import Publisher
 from async_rl.weights.run import ensure_run, open_run
 from async_rl.weights.subscriber import Subscriber, pull
 from async_rl.weights.ways import list_edges, read_way
-from tests.integration.publish_rank import FUSED, SMALL, STATES, publish_states, state
+from tests.integration.publish_rank import FUSED, SMALL, STATES, play, publish_states, state
+from tests.ranks import as_ranks
 from tests.weights_support import ScriptedStore, tiny_qwen3
 
 LIMIT_S = 90
 COPIES = 22
 """In the place of a number of ranks: 2 copies of 2 ranks."""
-
-
-def start_ranks(ranks: int, *args: str) -> None:
-    script = Path(__file__).with_name("publish_rank.py")
-    root = Path(__file__).parents[2]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH", "")]))
-    done = subprocess.run(
-        [*launch, str(script), *args],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
 
 
 def publish_alone(store: ObjectStore, folder: Path, tied: bool) -> Any:
@@ -87,7 +69,7 @@ def test_one_rank_from_pretrained_gives_the_trainers_16_bit_weights(
 @pytest.mark.slow
 @pytest.mark.timeout(LIMIT_S + 30)
 def test_two_ranks_under_fully_shard_publish_what_one_rank_publishes(s3_url: str, tmp_path: Path) -> None:
-    start_ranks(2, "fsdp", s3_url, str(tmp_path))
+    as_ranks(play, 2, "fsdp", s3_url, tmp_path)
     for name, tied in (("tied", True), ("untied", False)):
         store = open_store(f"{s3_url}/{name}")
         alone = open_store(f"{s3_url}/{name}-alone")
@@ -127,7 +109,7 @@ def rounded(number: int) -> dict[str, torch.Tensor]:
 def same_objects_on_two_ranks(tmp_path: Path, host: ObjectStore) -> None:
     """Versions, digests and packs, the anchor's too, where ranks compare versions on the parameters' device."""
     device = open_store(f"file://{tmp_path}/2-device")
-    start_ranks(2, "device", device.url, str(tmp_path / "2-device-model"))
+    as_ranks(play, 2, "device", device.url, tmp_path / "2-device-model")
     for version in range(STATES):
         there, here = read_manifest(device, version), read_manifest(host, version)
         assert (there.way, there.digest) == (here.way, here.digest)
@@ -148,8 +130,8 @@ def test_states_and_digests_are_the_same_whatever_the_number_of_ranks(tmp_path: 
     alone.on("put", "ways/", written.set, lost_answer=True)
     publish_states(alone, tmp_path / "alone", state(0), written)
     for ranks in (2, 4):
-        start_ranks(ranks, "states", stores[ranks].url, str(tmp_path / f"{ranks}-model"))
-    start_ranks(4, "copies", stores[COPIES].url, str(tmp_path / "copies-model"))
+        as_ranks(play, ranks, "states", stores[ranks].url, tmp_path / f"{ranks}-model")
+    as_ranks(play, 4, "copies", stores[COPIES].url, tmp_path / "copies-model")
     for version in range(STATES):
         manifests = {ranks: read_manifest(store, version) for ranks, store in stores.items()}
         assert len({manifest.digest for manifest in manifests.values()}) == 1
@@ -183,7 +165,7 @@ def test_states_and_digests_are_the_same_whatever_the_number_of_ranks(tmp_path: 
 @pytest.mark.timeout(LIMIT_S + 30)
 def test_four_ranks_stay_in_step_through_every_failure(tmp_path: Path) -> None:
     store = open_store(f"file://{tmp_path}/store")
-    start_ranks(4, "failing", store.url, str(tmp_path))
+    as_ranks(play, 4, "failing", store.url, tmp_path)
     for version in (3, 6):
         expected = load_file(tmp_path / f"{version}.safetensors")
         assert same_bits(fetched(store, version, tmp_path / "cache"), expected)

@@ -7,8 +7,10 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,39 +19,49 @@ from async_rl.procs import Child
 from async_rl.store import open_store
 from async_rl.store.local_server import free_ports
 from async_rl.weights.lineage import list_versions, read_claims, read_manifest
-from tests.runs import LocalRun
+from tests.runs import PACED, ROOT, START_S, LocalRun, assert_refused, cli
+from tests.servers import S3Server
+from tests.warm_start import WarmProcess, WarmStart
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
-START_S = 90.0
-"""For processes that import torch, side by side, on two busy cores."""
+
+@pytest.fixture(scope="module")
+def finished(
+    seaweed: S3Server, tmp_path_factory: pytest.TempPathFactory, tiny_model: Path
+) -> Iterator[LocalRun]:
+    """A run of two ranks, from the first command to the end of everybody."""
+    settings = {"trainer": {"steps": 4, "checkpoint_every": 4}, "eval": {"every": 2, "prompts": 8}}
+    folder = tmp_path_factory.mktemp("finished")
+    with pytest.MonkeyPatch.context() as patch:
+        seaweed.activate(patch)
+        with LocalRun(folder, seaweed.new_url(), tiny_model, **settings) as run:
+            trainer = run.start_trainer("--nproc-per-node", "2")
+            worker = run.start_worker("w1")
+            assert run.finish(trainer, 2 * START_S) == 0, run.logs()
+            assert run.finish(worker, 30.0) == 0, "drained at the end: " + run.logs()
+        yield run
 
 
-def test_a_run_trains_publishes_and_finishes(tmp_path: Path, s3_url: str, tiny_model: Path):
+def test_a_run_trains_publishes_and_finishes(finished: LocalRun, tmp_path: Path):
     """Two ranks: every step's metrics are there, every version is in the bucket, and the newest one, pulled,
     is bit-equal to the 16-bit weights of the trainer (read from its checkpoint)."""
-    settings = {"trainer": {"steps": 4, "checkpoint_every": 4}, "eval": {"every": 2, "prompts": 8}}
-    with LocalRun(tmp_path, s3_url, tiny_model, **settings) as run:
-        trainer = run.start_trainer("--nproc-per-node", "2")
-        worker = run.start_worker("w1")
-        assert run.finish(trainer, 2 * START_S) == 0, run.logs()
-        assert run.finish(worker, 30.0) == 0, "drained at the end: " + run.logs()
-        rows = [row for row in run.metrics() if "reward/mean" in row]
-        assert [row["step"] for row in rows] == [1, 2, 3, 4]
-        for row in rows:
-            assert row["lag/max"] <= 2
-            assert row["mismatch/abs_logprob"] >= 0 and row["mismatch/kl_k3"] >= 0
-        evaluated = [row["eval/version"] for row in run.metrics() if "eval/reward" in row]
-        assert evaluated[0] == 0 and evaluated[-1] == 4
-    store = open_store(s3_url)
+    rows = [row for row in finished.metrics() if "reward/mean" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    for row in rows:
+        assert row["lag/max"] <= 2
+        assert row["mismatch/abs_logprob"] >= 0 and row["mismatch/kl_k3"] >= 0
+    evaluated = [row["eval/version"] for row in finished.metrics() if "eval/reward" in row]
+    assert evaluated[0] == 0 and evaluated[-1] == 4
+    store = open_store(finished.store_url)
     assert list_versions(store) == [0, 1, 2, 3, 4]
     assert [read_manifest(store, v).parent for v in range(5)] == [-1, 0, 1, 2, 3]
 
     policy = tmp_path / "policy"
-    done = cli("weights", "pull", "newest", "--store", s3_url, "--out", str(policy))
+    done = cli("weights", "pull", "newest", "--store", finished.store_url, "--out", str(policy))
     assert done.returncode == 0, done.stderr
-    assert_equal_to_checkpoint(policy, s3_url, step=4)
-    listed = cli("weights", "ls", "--store", s3_url, "--json")
+    assert_equal_to_checkpoint(policy, finished.store_url, step=4)
+    listed = cli("weights", "ls", "--store", finished.store_url, "--json")
     assert [json.loads(line)["step"] for line in listed.stdout.splitlines()] == [0, 1, 2, 3, 4]
 
 
@@ -75,9 +87,12 @@ def assert_equal_to_checkpoint(policy: Path, url: str, step: int) -> None:
     assert compared > 10
 
 
-def test_workers_join_and_die_and_the_run_goes_on(tmp_path: Path, s3_url: str, tiny_model: Path):
+@pytest.mark.usefixtures("forked_starts")
+def test_workers_join_and_die_and_the_run_goes_on_until_ctrl_c_which_leaves_no_process_behind(
+    tmp_path: Path, s3_url: str, tiny_model: Path
+):
     """A second worker is used within one version of being ready; kill -9 of either does not end the run."""
-    with LocalRun(tmp_path, s3_url, tiny_model, trainer={"steps": 400}) as run:
+    with LocalRun(tmp_path, s3_url, tiny_model, trainer={"steps": 400}, environment=PACED) as run:
         trainer = run.start_trainer()
         first = run.start_worker("first")
         run.wait("three steps", lambda: run.steps() >= 3, START_S, trainer, first)
@@ -104,8 +119,13 @@ def test_workers_join_and_die_and_the_run_goes_on(tmp_path: Path, s3_url: str, t
         steps_more(run, 3, trainer, third)
         status = run.status()
         assert status.lag_max <= status.max_lag
-        trainer.process.send_signal(signal.SIGTERM)
-        assert run.finish(trainer, 60.0) in (0, 128 + signal.SIGTERM, -signal.SIGTERM)
+        families = [family(child.pid) for child in (trainer, third)]
+        assert len(families[0]) >= 3, "the command, the orchestrator and a rank"
+        for child in (trainer, third):
+            child.process.send_signal(signal.SIGINT)
+        for child in (trainer, third):
+            run.finish(child, 60.0)
+        run.wait("every process to be gone", lambda: not any(alive(p) for f in families for p in f), 10.0)
 
 
 def kill(run: LocalRun, victim: Child) -> None:
@@ -119,17 +139,17 @@ def steps_more(run: LocalRun, count: int, *running: Child) -> None:
     run.wait(f"{count} more steps", lambda: run.steps() >= goal, START_S, *running)
 
 
+@pytest.mark.usefixtures("forked_starts")
 def test_of_two_trainers_exactly_one_goes_on(tmp_path: Path, s3_url: str, tiny_model: Path):
-    with LocalRun(tmp_path, s3_url, tiny_model, trainer={"steps": 400}) as run:
+    with LocalRun(tmp_path, s3_url, tiny_model, trainer={"steps": 400}, environment=PACED) as run:
         older = run.start_trainer(name="older")
         worker = run.start_worker("w1")
         run.wait(
             "two versions", lambda: len(list_versions(open_store(s3_url))) >= 2, START_S, older, worker
         )
-        port = free_ports(1)[0]
         newer = run.start_trainer(
             "--set",
-            f"orchestrator.bind=tcp://127.0.0.1:{port}",
+            f"orchestrator.bind=tcp://127.0.0.1:{free_ports(1)[0]}",
             "--set",
             "trainer.out=out-newer",
             name="newer",
@@ -140,20 +160,6 @@ def test_of_two_trainers_exactly_one_goes_on(tmp_path: Path, s3_url: str, tiny_m
         assert newer.running(), run.log("newer")[-2000:]
         claims = read_claims(open_store(s3_url))
         assert [c.incarnation for c in claims] == [claims[0].incarnation, claims[0].incarnation + 1]
-
-
-def test_ctrl_c_leaves_no_process_behind(tmp_path: Path, s3_url: str, tiny_model: Path):
-    with LocalRun(tmp_path, s3_url, tiny_model, trainer={"steps": 400}) as run:
-        trainer = run.start_trainer()
-        worker = run.start_worker("w1")
-        run.wait("a step", lambda: run.steps() >= 1, START_S, trainer, worker)
-        families = [family(child.pid) for child in (trainer, worker)]
-        assert len(families[0]) >= 3, "the command, the orchestrator, the launcher and a rank"
-        for child in (trainer, worker):
-            child.process.send_signal(signal.SIGINT)
-        for child in (trainer, worker):
-            run.finish(child, 60.0)
-        run.wait("every process to be gone", lambda: not any(alive(p) for f in families for p in f), 10.0)
 
 
 def family(pid: int) -> list[int]:
@@ -169,117 +175,47 @@ def alive(pid: int) -> bool:
         return False
 
 
-# ---------------------------------------------------------------- bad input
-
-
-def cli(
-    *argv: str, env: dict[str, str] | None = None, cwd: Path | None = None
-) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "async_rl", *argv]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=150, env={**os.environ, **(env or {})}, cwd=cwd
-    )
-
-
-def refused(done: subprocess.CompletedProcess[str], *said: str) -> None:
-    output = done.stdout + done.stderr
-    assert done.returncode not in (0, None), output
-    for words in said:
-        assert words in output, f"{words!r} is not in:\n{output[-3000:]}"
-    assert "Traceback" not in output, output[-4000:]
-    assert "error: " in output
-
-
-QUICK = ("--set", "store.retry_limit_s=2", "--set", "store.connect_timeout_s=1")
-
-
-def test_a_store_that_can_not_be_used_is_named_with_what_to_do(tmp_path, seaweed, s3_url, tiny_model):
-    run = LocalRun(tmp_path, s3_url, tiny_model)
-    trainer = ("trainer", str(run.run_file), *QUICK)
-    worker = ("rollout", "--orchestrator", run.address, *QUICK)
-    nowhere = f"http://127.0.0.1:{free_ports(1)[0]}"
-    refused(cli(*trainer, env={"AWS_ENDPOINT_URL": nowhere}), nowhere)
-    refused(cli(*worker, "--store", s3_url, env={"AWS_ENDPOINT_URL": nowhere}), nowhere)
-    refused(cli(*trainer, "--set", "run.store=s3://no-such-bucket/x"), "no-such-bucket", "store mb")
-    refused(cli(*worker, "--store", "s3://no-such-bucket/x"), "no-such-bucket", "store mb")
-    refused(cli(*trainer, env={"AWS_SECRET_ACCESS_KEY": "wrong"}), "AWS_SECRET_ACCESS_KEY")
-    refused(
-        cli(*worker, "--store", s3_url, env={"AWS_SECRET_ACCESS_KEY": "wrong"}), "AWS_SECRET_ACCESS_KEY"
-    )
-
-
-def test_another_model_on_the_same_run_is_refused_and_the_run_stays_as_it_was(tmp_path, s3_url, tiny_model):
-    with LocalRun(tmp_path, s3_url, tiny_model, trainer={"steps": 1}) as run:
-        trainer, worker = run.start_trainer(), run.start_worker("w1")
-        assert run.finish(trainer, 2 * START_S) == 0, run.logs()
-        run.finish(worker, 30.0)
-    store = open_store(s3_url)
+@pytest.mark.usefixtures("forked_starts")
+def test_another_model_on_the_same_run_is_refused_and_the_run_stays_as_it_was(
+    finished: LocalRun, tmp_path: Path, tiny_model: Path
+):
+    store = open_store(finished.store_url)
     before = [info for info in store.list_after("") if not info.key.startswith(".probe")]
     other = tmp_path / "other"
     shutil.copytree(tiny_model, other)
     config = json.loads((other / "config.json").read_text())
     config["rope_theta"] = 12345.0
     (other / "config.json").write_text(json.dumps(config))
-    done = cli("trainer", str(run.run_file), "--set", f"model.path={other}")
-    refused(done, "config.json")
+    with LocalRun(tmp_path, finished.store_url, other) as run:
+        trainer = run.start_trainer()
+        assert_refused(run.finish(trainer, START_S), run.log("trainer"), "config.json")
     assert [info for info in store.list_after("") if not info.key.startswith(".probe")] == before
 
 
-def test_a_port_that_is_taken_is_named(tmp_path, s3_url, tiny_model):
-    run = LocalRun(tmp_path, s3_url, tiny_model)
-    with LocalRun(tmp_path / "first", s3_url + "-first", tiny_model) as holder:
-        holder.fleet.start(
-            "orchestrator",
-            [
-                sys.executable,
-                "-m",
-                "async_rl",
-                "orchestrator",
-                str(run.run_file),
-                "--set",
-                f"orchestrator.spool={tmp_path / 'own'}",
-            ],
-            log_path=tmp_path / "holder.log",
-        )
-        holder.wait("the port to be taken", lambda: run.status() is not None, 60.0)
-        refused(cli("trainer", str(run.run_file)), run.address)
+def test_a_forked_process_is_what_the_command_line_starts(warm_start: WarmStart, tmp_path: Path):
+    """What the other tests rely on: its own folder, environment, log, status, group and modules."""
+    (tmp_path / "sitecustomize.py").write_text("import os\nprint('in', os.getcwd(), os.environ['WHO'])\n")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "WHO": "me"}
+
+    def start(*words: str) -> WarmProcess:
+        argv = [sys.executable, "-m", "async_rl", *words]
+        return warm_start.start(argv, environment, tmp_path, tmp_path / "log")
+
+    assert start("no-such-command").wait(60.0) == 2
+    said = (tmp_path / "log").read_text()
+    assert f"in {tmp_path} me" in said and "No such command 'no-such-command'" in said
+
+    worker = ("rollout", "--store", f"file://{tmp_path}/nowhere", "--orchestrator", "tcp://127.0.0.1:1")
+    stopped, killed = start(*worker), start(*worker)
+    wait_until(lambda: (tmp_path / "log").read_text().count("there is no run yet") == 2)
+    assert stopped.poll() is None and os.getpgid(stopped.pid) == stopped.pid != os.getpgid(killed.pid)
+    stopped.send_signal(signal.SIGTERM)
+    os.killpg(killed.pid, signal.SIGKILL)
+    assert (stopped.wait(60.0), killed.wait(60.0)) == (0, -signal.SIGKILL)
 
 
-RAISES = '''
-class Environment:
-    """Gives prompts, and has no reward for any answer."""
-    name = "broken"
-    reward_range = (0.0, 1.0)
-
-    def prompt(self, split, ordinal):
-        from async_rl.wire import Prompt
-        return Prompt(text="abc", answer="cba")
-
-    async def reward(self, prompt, completion):
-        raise RuntimeError("the judge is out of office")
-'''
-
-
-def test_an_environment_that_raises_is_shown_and_loses_nothing(tmp_path, s3_url, tiny_model):
-    settings = {
-        "environment": {"name": "broken_judge:Environment"},
-        "orchestrator": {"max_attempts": 2},
-        "trainer": {"steps": 2, "batch_wait_s": 30.0},
-    }
-    with LocalRun(tmp_path, s3_url, tiny_model, **settings) as run:
-        for folder in ("trainer", "w1"):
-            (tmp_path / folder).mkdir(exist_ok=True)
-            (tmp_path / folder / "broken_judge.py").write_text(RAISES)
-        trainer, worker = run.start_trainer(), run.start_worker("w1")
-        letters: list[tuple[str, str]] = []
-
-        def dead_letters() -> bool:
-            status = run.status()
-            letters[:] = status.dead_letters if status else []
-            return bool(letters)
-
-        run.wait("a dead letter", dead_letters, START_S, trainer, worker)
-        assert "the judge is out of office" in letters[0][1]
-        assert run.finish(trainer, 60.0) != 0
-        assert "no batch for step 0" in run.log("trainer")
-        assert list_versions(open_store(s3_url)) == [0]
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline, pause = time.monotonic() + START_S, threading.Event()
+    while not condition():
+        assert time.monotonic() < deadline
+        pause.wait(0.05)

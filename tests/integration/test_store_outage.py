@@ -26,7 +26,7 @@ from tests.runs import LocalRun
 from tests.servers import S3Server
 from workers import checkpoints
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.usefixtures("forked_starts"), pytest.mark.slow, pytest.mark.timeout(400)]
 
 START_S = 120.0
 MAX_LAG = 4

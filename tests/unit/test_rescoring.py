@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import threading
@@ -260,3 +261,21 @@ def test_a_group_knows_its_worker_by_its_lease():
     rescorer.add(made)
     assert outcomes(rescorer, 1)[0].worker == "w9" and made.group.worker == "w1"
     rescorer.close()
+
+
+def test_a_group_that_was_only_just_begun_hears_of_the_end(recwarn):
+    """Otherwise its coroutine is never awaited, and Python says so in whatever runs next."""
+    rescorer = Rescorer(Counting(), timeout_s=5.0)
+    before, free = set(threading.enumerate()), threading.Event()
+    rescorer._thread().call_soon_threadsafe(
+        free.wait
+    )  # so that the begin and the end come in one turn of its loop
+    (thread,) = set(threading.enumerate()) - before
+    rescorer.add(rescoring("7", rewards=(1.0,)))
+    rescorer.turn(0.0)
+    rescorer.close()
+    free.set()
+    thread.join(10.0)
+    del rescorer
+    gc.collect()
+    assert not [str(each.message) for each in recwarn if "never awaited" in str(each.message)]
