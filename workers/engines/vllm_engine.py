@@ -241,10 +241,11 @@ class VLLMEngine:
                 temperature=temperature,
                 max_tokens=max_tokens,
                 seed=seed & SEED_MASK,
-                stop_token_ids=self._stops,
+                stop_token_ids=list(self._stops),
                 logprobs=0,  # of the sampled token only
                 flat_logprobs=True,
                 detokenize=False,
+                skip_clone=True,  # made for this request: a deep copy of it is a tenth of what submitting costs
                 output_kind=RequestOutputKind.DELTA,
             ),
             name,
@@ -425,11 +426,13 @@ def _environment() -> dict[str, str]:
 
 
 def _arguments(config: RolloutConfig, model_dir: Path, max_model_len: int, on_cpu: bool) -> dict[str, Any]:
+    from workers.compute_type import engine_dtype  # loads torch, for seconds
+
     arguments: dict[str, Any] = {
         "model": str(model_dir),
         "skip_tokenizer_init": True,
         "generation_config": "vllm",  # not the model's: its top-k and top-p would change the policy
-        "dtype": config.dtype,
+        "dtype": str(engine_dtype(config.dtype, on_cpu=on_cpu)).removeprefix("torch."),
         "max_model_len": max_model_len,
         "max_num_seqs": seats(config, on_cpu=on_cpu),
         "tensor_parallel_size": config.tensor_parallel,
