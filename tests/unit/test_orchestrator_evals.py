@@ -58,6 +58,7 @@ def test_every_kth_version_is_measured_by_workers_that_serve_it_or_a_newer_one()
     assert leases[0].key == Key("eval", 0, 2) and leases[0].oldest_version == 2
     nack, *rest = play.deliver(w2, leases[0], version=1)
     assert nack.reason.startswith("version")
+    rest += play.deliver(w2, leases[1], version=2)  # a place that a group of training had
     again = next(m for m in rest if isinstance(m, wire.Lease))
     assert isinstance(play.deliver(w2, again, version=2)[0], wire.Ack)
     assert [score.version for score in play.status().evals] == [0, 2]
