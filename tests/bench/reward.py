@@ -68,6 +68,9 @@ OURS: dict[str, dict[str, Any]] = {
 """examples/demo.toml's, but for two that make both sides do the same: every group is trained, with a signal or
 without, and a batch in one pass."""
 
+ROLLOUT: dict[str, Any] = {"max_sequences": GROUPS * GROUP}
+"""A step's samples at once: of so small a model, each step of the engine costs about the same."""
+
 SLOW: dict[str, dict[str, Any]] = {
     "environment": {"name": "tests.bench.peers.slow:SlowReverse", "args": ENVIRONMENT},
     "orchestrator": {"verify": {"rescore_share": 0.0}},
@@ -145,7 +148,7 @@ def our_points(
     os.environ["PYTHONPATH"] = os.pathsep.join(
         dict.fromkeys([str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))])
     )
-    sets = {"cpu_bind": last_core(), "max_sequences": 64}
+    sets = {"cpu_bind": last_core(), **ROLLOUT}
     if slow:
         sets["reward_parallel"] = SLOW_PARALLEL
     options = [

@@ -235,6 +235,8 @@ class VLLMEngine:
         from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
+        # vLLM tells of the first token of a stream, however long the interval.
+        streams = max_tokens > STREAM_INTERVAL
         stream: AsyncGenerator[Any, None] = self._llm.generate(
             tokens_input(prompt_ids, cache_salt=f"v{version}"),
             SamplingParams(
@@ -246,7 +248,7 @@ class VLLMEngine:
                 flat_logprobs=True,
                 detokenize=False,
                 skip_clone=True,  # made for this request: a deep copy of it is a tenth of what submitting costs
-                output_kind=RequestOutputKind.DELTA,
+                output_kind=RequestOutputKind.DELTA if streams else RequestOutputKind.FINAL_ONLY,
             ),
             name,
         )
