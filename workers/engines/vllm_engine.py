@@ -300,17 +300,16 @@ class VLLMEngine:
         """
         limit_s = self.config.start_timeout_s
         try:
-            reason = _first(await self._llm.collective_rpc("policy_stage", args=(version, shards)))
+            states = await self._llm.collective_rpc("policy_stage", args=(version, shards))
             until = time.monotonic() + limit_s
-            while not reason:
-                states = await self._llm.collective_rpc("policy_staged", args=(version,))
+            while not (reason := _first(state for state in states if state not in ("ready", "working"))):
                 if all(state == "ready" for state in states):
                     return True
-                reason = _first(state for state in states if state not in ("ready", "working"))
                 if time.monotonic() > until:
                     reason = f"it took longer than {limit_s:.0f} s (rollout.start_timeout_s)"
-                if not reason:
-                    await asyncio.sleep(STAGED_POLL_S)
+                    break
+                await asyncio.sleep(STAGED_POLL_S)
+                states = await self._llm.collective_rpc("policy_staged", args=(version,))
         except Exception as error:
             raise self._error(error, f"the staging of version {version}") from error
         if reason.startswith("unreadable"):
