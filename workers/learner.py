@@ -144,12 +144,6 @@ class Learner:
         wanted = self._trainer.share_prompts == "auto"
         return wanted and attends_packed(self._model) and not self._router_coef
 
-    @property
-    def every_sample_counts(self) -> bool:
-        """Whether the loss has a term that does not come with the advantage as its factor, or may have one."""
-        loss = self._loss
-        return bool(loss.reference_coef or loss.entropy_coef or self._custom or self._router_coef)
-
     # ------------------------------------------------------------ one step
 
     def forward_backward(
@@ -162,8 +156,8 @@ class Learner:
         """Gradients and statistics of one batch. Collective: this rank's micro-batches, as many as on every
         rank.
 
-        `totals` and `slots` of the whole batch, all ranks, samples that need not be computed (updates.py) included.
-        `proximal`: of each micro-batch, as `frozen_logprobs` gave them. Gradients of an earlier batch are forgotten.
+        `totals` and `slots` of the whole batch, all ranks. `proximal`: of each micro-batch, as `frozen_logprobs`
+        gave them. Gradients of an earlier batch are forgotten.
         """
         self._forget()
         divisor = denominator(self._loss, totals, self._max_tokens)
@@ -199,7 +193,7 @@ class Learner:
             loss=float(by_token.loss) / divisor,
             entropy=entropy_sum,
             grad_norm=math.sqrt(square_sum),
-            tokens=int(by_token.tokens),
+            tokens=totals.tokens,
         )
         slot_sums = sums[len(TokenSums._fields) + 2 :].reshape(slots, 4).tolist()
         return replace(stats, measured=tuple(map(tuple, slot_sums)))

@@ -20,7 +20,7 @@ from workers.process_group import RankGroup
 from workers.settings import TrainerConfig
 from workers.stats import StepStats, merged
 
-__all__ = ["Updates", "minibatches_of", "train_batch", "with_signal"]
+__all__ = ["Updates", "minibatches_of", "train_batch"]
 
 
 class Updates(NamedTuple):
@@ -42,7 +42,7 @@ def train_batch(
     parts = minibatches_of(samples, trainer.minibatches)
     rows = [
         pack(
-            part if learner.every_sample_counts else with_signal(part),
+            part,
             trainer.microbatch_tokens,
             group.size,
             share=learner.shares_prompts,
@@ -61,13 +61,6 @@ def train_batch(
         lap("optimizer")
         updates.append(stats)
     return Updates(merged(updates), made, len(parts))
-
-
-def with_signal(samples: Sequence[TrainSample]) -> Sequence[TrainSample]:
-    """Those whose loss has a gradient: with an advantage of 0 it is 0 times something, and need not be computed. They
-    count where the loss is divided, all the same. Where none has one, all: the step then moves nothing, and is not
-    refused."""
-    return [sample for sample in samples if sample.advantage != 0.0] or samples
 
 
 def minibatches_of(samples: Sequence[TrainSample], count: int) -> list[Sequence[TrainSample]]:
