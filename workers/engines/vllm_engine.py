@@ -45,7 +45,7 @@ log = get_logger(__name__)
 EXTENSION = "workers.engines.vllm_extension.PolicyExtension"
 
 CPU_KV_CACHE_GIB = 0.5
-"""Default KV cache on a CPU: 128k tokens of a 0.5B-parameter model, and far more of a tiny one."""
+"""Default KV cache on a CPU: 128k tokens of a 0.5B-parameter model in bfloat16, and far more of a tiny one."""
 
 CLOSE_S = 3.0
 """What vLLM's processes get to end by themselves. They hold nothing that must be saved, and their tidying up on a
