@@ -355,7 +355,7 @@ class Control:
 
     def _leases_of(self, worker: str) -> int:
         session = self._trainer.session
-        return 0 if session is None else session.leases(worker)
+        return 0 if session is None else session.held(worker, self._settings.group_size)
 
     def _came_to_nothing(self, workers: Iterable[str], now: float) -> None:
         """Leases of these were held, and ended without a group. One that fails at once keeps nobody waiting."""

@@ -84,6 +84,12 @@ class Session:
     def leases(self, worker: str) -> int:
         return len(self._training.get(worker, ())) + len(self._evaluating.get(worker, ()))
 
+    def held(self, worker: str, group_size: int) -> int:
+        """Its leases, against what it can hold: those of evaluations are of one sample each, so `group_size` of them
+        take the place of one. (Else a worker whose engine has room for 64 samples would measure 8 at a time.)"""
+        evaluating = len(self._evaluating.get(worker, ()))
+        return len(self._training.get(worker, ())) + evaluating // group_size
+
     def most_leases(self) -> int:
         """That may run at once now, those that do included."""
         ledger = self.ledger

@@ -48,12 +48,13 @@ from async_rl.algo.losses import (
 from async_rl.algo.packing import MicroBatch
 from async_rl.errors import ConfigError
 from async_rl.weights.rows import Published
+from workers.compute_type import compute_dtype
 from workers.custom_loss import custom_function
 from workers.file_names import find_names, persistent_buffers
 from workers.head import HeadSettings, LogitMap, usual_budget
 from workers.masters import Adapters, Masters, WholeMasters, adapted, local
 from workers.optimizers import OptimizerRows, make_optimizer, optimizer_rows, set_updates
-from workers.packed_attention import load_model
+from workers.packed_attention import attends_packed, load_model
 from workers.policy import Ask, Policy, Scores
 from workers.process_group import RankGroup
 from workers.row_inputs import loss_inputs, measured
@@ -63,19 +64,6 @@ from workers.stats import StepStats, stats_of
 from workers.utilisation import Utilisation, peak_of
 
 __all__ = ["Learner", "StepStats", "compute_dtype", "warmup_factor"]
-
-
-def compute_dtype(wanted: str, device: torch.device) -> torch.dtype:
-    """Of the matrix products; see ModelConfig.dtype."""
-    if wanted == "auto":
-        native = device.type != "cpu" or _cpu_has_bfloat16()
-        return torch.bfloat16 if native else torch.float32
-    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[wanted]
-
-
-def _cpu_has_bfloat16() -> bool:
-    names = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
-    return any(bool(getattr(torch.cpu, name)()) for name in names if hasattr(torch.cpu, name))
 
 
 def warmup_factor(updates: int, warmup_steps: int) -> float:
@@ -158,6 +146,13 @@ class Learner:
         """The same, and what else the forward pass reads, by the names of the model's files. Raises ConfigError where
         they are not rows of parameters (file_names.py)."""
         return self._names.of(self._seen | persistent_buffers(self._model))
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether rows may hold a prompt once for all of its samples: not where a mixture's routers are asked for
+        balance, a mean over tokens in which a prompt counts as often as it is there."""
+        wanted = self._trainer.share_prompts == "auto"
+        return wanted and attends_packed(self._model) and not self._router_coef
 
     # ------------------------------------------------------------ one step
 

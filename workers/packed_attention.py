@@ -4,7 +4,7 @@ The row's mask forbids a sample to see another, so most of a [T, T] attention is
 samples of one length all but one part in n, and half of that is above the diagonal. Here the row is cut where
 positions restart. Each sample attends by itself, causally and without a mask; neighbours of one length go
 together (packing lays the longest first, so equal ones are neighbours). The cuts are views, and torch glues their
-gradients together in one go.
+gradients together in one go. Rows whose samples share prompts are attended by branched_attention.py.
 
 It is a function that transformers calls in place of its own (its AttentionInterface). The cuts come with the model's
 inputs, `cuts=cuts_of(position_ids)`, and transformers hands them on to every layer, in the recomputation of a
@@ -25,10 +25,12 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from async_rl.errors import ConfigError
+from workers.branched_attention import Branches, branched_attention, branches_of, visible
 from workers.pretrained import load_causal_lm
 
 __all__ = [
     "Cuts",
+    "attends_packed",
     "attention_inputs",
     "cuts_of",
     "fits",
@@ -93,10 +95,15 @@ def use_packed_attention(model: Any) -> None:
     model.set_attn_implementation(PACKED)
 
 
+def attends_packed(model: Any) -> bool:
+    return getattr(getattr(model, "config", None), "_attn_implementation", "") == PACKED
+
+
 def attention_inputs(model: Any, position_ids_T: Tensor) -> dict[str, Any]:
     """What a forward pass needs besides its tokens and positions."""
-    packed = getattr(getattr(model, "config", None), "_attn_implementation", "") == PACKED
-    return {"cuts": cuts_of(position_ids_T)} if packed else {}
+    if not attends_packed(model):
+        return {}
+    return {"cuts": branches_of(position_ids_T) or cuts_of(position_ids_T)}
 
 
 def packed_attention(
@@ -106,7 +113,7 @@ def packed_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    cuts: Cuts | None = None,
+    cuts: Cuts | Branches | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     **_: Any,
@@ -119,6 +126,8 @@ def packed_attention(
             f"{type(module).__name__} does not attend causally, or has a mask of its own",
             hint='set model.attention = "sdpa"',
         )
+    if isinstance(cuts, Branches):
+        return branched_attention(query[0], key[0], value[0], cuts, scaling, sliding_window)[None], None
     cuts = cuts or Cuts([(1, query.shape[2])])
     tokens = [samples * length for samples, length in cuts]
     queries, keys, values = (
@@ -142,7 +151,7 @@ def _attend(
         for each in (query, key, value)
     )
     length = query_NHLD.shape[2]
-    mask = _window_mask(length, window, query.device) if window is not None and length > window else None
+    mask = visible(length, 0, window, query.device) if window is not None and length > window else None
     result_NHLD = scaled_dot_product_attention(
         query_NHLD,
         key_NGLD,
@@ -153,10 +162,3 @@ def _attend(
         enable_gqa=query.shape[0] != key.shape[0],
     )
     return result_NHLD.transpose(1, 2).flatten(0, 1)
-
-
-def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
-    """[L, L]: a token sees itself and the `window` - 1 before it."""
-    places = torch.arange(length, device=device)
-    distance = places[:, None] - places[None, :]
-    return (distance >= 0) & (distance < window)

@@ -210,9 +210,7 @@ class Leases:
         )
         generated = time.monotonic()
         answers = [texts.completion(completion.tokens.tolist()) for completion in completions]
-        rewards = await together(
-            *(self._rewards.score(environment, lease.prompt, answer) for answer in answers)
-        )
+        rewards = await self._rewards.score_all(environment, lease.prompt, answers)
         return make_group(
             lease,
             self._worker,

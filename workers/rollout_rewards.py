@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
+from collections.abc import Callable, Sequence
 
 from async_rl.envs.base import Environment
 from async_rl.errors import EnvironmentFailed
 from async_rl.wire import Prompt
+from workers.rollout_ending import together
 
 __all__ = ["Rewards"]
 
@@ -27,29 +29,56 @@ class Rewards:
         threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True).start()
 
     async def score(self, environment: Environment, prompt: Prompt, completion: str) -> float:
-        """Raises EnvironmentFailed: it raised, gave no finite number, or took longer than the limit.
+        """One of `score_all`."""
+        return (await self.score_all(environment, prompt, [completion]))[0]
 
-        Waits for: a place (no reward holds one longer than the limit), then for the reward.
+    async def score_all(
+        self, environment: Environment, prompt: Prompt, completions: Sequence[str]
+    ) -> list[float]:
+        """In order. Raises EnvironmentFailed, as soon as one of them raised, gave no finite number, or took longer
+        than the limit; the others are then given up.
+
+        Waits for: places (no reward holds one longer than the limit), then for the rewards. As many as there are
+        places for begin together, in one hop to the other thread: hops cost more than a quick reward does.
         """
-        self.waiting += 1
+        count = await self._take(len(completions))
+        now = self._begun_together(environment, prompt, completions[:count], _Places(self._places, count))
+        if count == len(completions):
+            return await now
+        parts = await together(now, self.score_all(environment, prompt, completions[count:]))
+        return [reward for part in parts for reward in part]
+
+    async def _take(self, most: int) -> int:
+        """Places that are free now, at least one. Waits for: the first."""
+        self.waiting += most
         try:
             await self._places.acquire()
         finally:
-            self.waiting -= 1
-        try:
-            value = await self._within_limit(environment, prompt, completion)
-        finally:
-            self._places.release()
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise EnvironmentFailed(f"the reward is {value!r}, not a finite number")
-        return float(value)
+            self.waiting -= most
+        count = 1
+        while count < most and not self._places.locked():
+            await self._places.acquire()  # at once
+            count += 1
+        return count
 
-    async def _within_limit(self, environment: Environment, prompt: Prompt, completion: str) -> object:
-        running = asyncio.run_coroutine_threadsafe(_reward(environment, prompt, completion), self._loop)
+    async def _begun_together(
+        self, environment: Environment, prompt: Prompt, completions: Sequence[str], places: _Places
+    ) -> list[float]:
+        main, running = asyncio.get_running_loop(), None
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(running), self._timeout_s)
+            running = asyncio.run_coroutine_threadsafe(
+                _rewards(
+                    environment,
+                    prompt,
+                    completions,
+                    lambda count: main.call_soon_threadsafe(places.give_back, count),
+                ),
+                self._loop,
+            )
+            values = await asyncio.wait_for(asyncio.wrap_future(running), self._timeout_s)
         except asyncio.CancelledError:
-            running.cancel()
+            if running is not None:
+                running.cancel()
             raise
         except TimeoutError:
             raise EnvironmentFailed(
@@ -57,9 +86,49 @@ class Rewards:
             ) from None
         except Exception as error:
             raise EnvironmentFailed(f"the reward raised {type(error).__name__}: {error}") from error
+        finally:
+            places.give_back(places.held)
+        return [_finite(value) for value in values]
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
+
+
+class _Places:
+    """Held by rewards that began together; given back one by one, and what is left at the end."""
+
+    def __init__(self, places: asyncio.Semaphore, held: int) -> None:
+        self._places, self.held = places, held
+
+    def give_back(self, count: int) -> None:
+        for _ in range(min(count, self.held)):
+            self.held -= 1
+            self._places.release()
+
+
+async def _rewards(
+    environment: Environment, prompt: Prompt, completions: Sequence[str], finished: Callable[[int], object]
+) -> list[object]:
+    """In the other thread. `finished` is told of each that is done before the last."""
+    tasks = [asyncio.create_task(_reward(environment, prompt, each)) for each in completions]
+    pending = set(tasks)
+    try:
+        while pending:
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+            if pending:
+                finished(len(done))
+        return [task.result() for task in tasks]
+    finally:
+        for task in pending:
+            task.cancel()
+
+
+def _finite(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise EnvironmentFailed(f"the reward is {value!r}, not a finite number")
+    return float(value)
 
 
 async def _reward(environment: Environment, prompt: Prompt, completion: str) -> object:

@@ -35,8 +35,10 @@ class RolloutConfig(Struct, frozen=True, forbid_unknown_fields=True):
     max_model_len: Annotated[int, Meta(ge=0)] = 0
     """Prompt and completion together, in tokens; 0: what the model allows, at most 4096 on a CPU (the KV cache of
     one longest sequence must fit in memory)."""
-    dtype: Literal["bfloat16", "float16"] = "bfloat16"
-    """As published; the trainer's compute type should be the same."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Of weights, products and KV cache in the engine. auto, as the trainer's `model.dtype`: bfloat16, as published,
+    except on a CPU without bfloat16 instructions. There products of bfloat16 are emulated (on AVX2 a step of vLLM
+    took four times as long); float32 holds the published weights exactly, and takes twice the memory."""
     tensor_parallel: Annotated[int, Meta(ge=1)] = 1
     kv_cache_gib: NotNegative = 0.0
     """Size of the KV cache; 0: on a GPU what gpu_memory leaves, on a CPU 0.5 GiB."""

@@ -121,6 +121,10 @@ class TrainerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     microbatch_tokens: AtLeastOne = 4096
     """Tokens packed into one forward pass; a longer sample gets one of its own. Memory grows with it; so does the
     time of attention, with its square, unless model.attention is packed or flash_attention_2."""
+    share_prompts: Literal["auto", "off"] = "auto"
+    """auto: the samples of a group lie behind one copy of their prompt, and all but attention is computed for it once
+    (its tokens less n - 1 times); where model.attention is packed, and a mixture's routers have no balance loss. off:
+    each sample with a prompt of its own. Gradients are the same but for rounding."""
     head: Literal["auto", "logits"] = "auto"
     """How log-probabilities are made. auto: in tiles, never all logits at once (workers/head.py), where the model's
     last layer is a plain one; what it does to its logits is found out at the start. logits: all of them at once."""

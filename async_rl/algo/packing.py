@@ -11,6 +11,13 @@ follows it.
     target      b c x y z | e u v w t
     loss mask   . . 1 1 1 | . 1 1 1 1
 
+With `share`, samples of one prompt lie behind one copy of it (families.py): the others begin at its last token, and
+at that token's position. So where a position is 0 a sample begins, and where it is another that does not follow the
+one before, a sample goes on behind the beginning of the last whole one:
+
+    input       a b c x y c u         prompt abc; completions xyz, uv
+    positions   0 1 2 3 4 2 3
+
 Everything is a function of its arguments: each rank packs the whole batch and takes its share, no message
 needed.
 
@@ -19,11 +26,13 @@ Legend: T tokens of a micro-batch, P of a prompt, C of a completion.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+from async_rl.algo.families import families_of, laid
 
 __all__ = ["MicroBatch", "TrainSample", "best_fit_decreasing", "pack", "plan"]
 
@@ -81,11 +90,15 @@ class MicroBatch:
         return len(self.input_ids_T)
 
 
-def pack(samples: Sequence[TrainSample], limit: int, ranks: int) -> list[list[MicroBatch]]:
+def pack(
+    samples: Sequence[TrainSample], limit: int, ranks: int, *, share: bool = False
+) -> list[list[MicroBatch]]:
     """Micro-batches [ranks][m], the same m >= 1 for every rank; rows are at most `limit` tokens long,
-    except that a longer sample has a row of its own."""
-    shares = plan([sample.inputs for sample in samples], limit, ranks)
-    return [[_lay([samples[i] for i in row]) for row in share] for share in shares]
+    except that a longer sample has a row of its own. `share`: one copy of a prompt for the samples that have it in
+    common, for attention that understands such rows (workers/branched_attention.py)."""
+    families = families_of(samples, limit) if share else [[index] for index in range(len(samples))]
+    planned = plan([laid(samples, family) for family in families], limit, ranks)
+    return [[_lay(samples, [families[i] for i in row]) for row in rows] for rows in planned]
 
 
 def plan(lengths: Sequence[int], limit: int, ranks: int) -> list[list[list[int]]]:
@@ -149,19 +162,31 @@ def _longest_first(lengths: Sequence[int]) -> list[int]:
     return sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
 
 
-def _lay(samples: Sequence[TrainSample]) -> MicroBatch:
-    if not samples:
+def _lay(all_samples: Sequence[TrainSample], families: Sequence[Sequence[int]]) -> MicroBatch:
+    if not families:
         return _filler()
+    samples = [all_samples[index] for family in families for index in family]
+    shared = [
+        len(all_samples[index].prompt_P) - 1 if index != family[0] else 0
+        for family in families
+        for index in family
+    ]  # tokens of each that lie in its family's trunk
+
+    def row(of_sample: Callable[[TrainSample], np.ndarray[Any, Any]], dtype: Any) -> Any:
+        parts = [of_sample(sample)[skip:] for sample, skip in zip(samples, shared, strict=True)]
+        return np.concatenate(parts).astype(dtype, copy=False)
+
+    lengths = [sample.inputs - skip for sample, skip in zip(samples, shared, strict=True)]
     return MicroBatch(
-        input_ids_T=np.concatenate([_whole(s)[:-1] for s in samples]),
-        position_ids_T=np.concatenate([np.arange(s.inputs, dtype=np.int64) for s in samples]),
-        targets_T=np.concatenate([_whole(s)[1:] for s in samples]),
-        loss_mask_T=np.concatenate([_after_prompt(s, s.mask_C) != 0 for s in samples]),
-        behaviour_T=np.concatenate([_after_prompt(s, s.logprobs_C) for s in samples]).astype(np.float32),
-        advantages_T=np.concatenate([np.full(s.inputs, s.advantage, np.float32) for s in samples]),
-        lags_T=np.concatenate([_after_prompt(s, s.lags_C) for s in samples]).astype(np.int64),
-        slots_T=np.concatenate([_slots(s) for s in samples]).astype(np.int64),
-        samples_T=np.repeat(np.arange(len(samples)), [s.inputs for s in samples]),
+        input_ids_T=row(lambda s: _whole(s)[:-1], np.int64),
+        position_ids_T=row(lambda s: np.arange(s.inputs), np.int64),
+        targets_T=row(lambda s: _whole(s)[1:], np.int64),
+        loss_mask_T=row(lambda s: _after_prompt(s, s.mask_C) != 0, np.bool_),
+        behaviour_T=row(lambda s: _after_prompt(s, s.logprobs_C), np.float32),
+        advantages_T=row(lambda s: np.full(s.inputs, s.advantage), np.float32),
+        lags_T=row(lambda s: _after_prompt(s, s.lags_C), np.int64),
+        slots_T=row(_slots, np.int64),
+        samples_T=np.repeat(np.arange(len(samples)), lengths),
         samples=len(samples),
     )
 

@@ -52,7 +52,7 @@ OURS: dict[str, dict[str, Any]] = {
     "run": {"seed": 0},
     "environment": {"name": "reverse", "args": ENVIRONMENT},
     "sampling": {"group_size": GROUP, "max_tokens": MAX_TOKENS, "temperature": 1.0},
-    "orchestrator": {"batch_groups": GROUPS, "max_lag": 4, "drop_no_signal": False},
+    "orchestrator": {"batch_groups": GROUPS, "max_lag": 2, "drop_no_signal": False},
     "eval": {"every": EVAL_EVERY, "prompts": EVAL_PROMPTS},
     "trainer": {
         "steps": STEPS,
@@ -65,8 +65,12 @@ OURS: dict[str, dict[str, Any]] = {
         "out": "out",
     },
 }
-"""examples/demo.toml's, but for two that make both sides do the same: every group is trained, with a signal or
-without, and a batch in one pass."""
+"""examples/demo.toml's, but for two that make both sides do the same (every group is trained, with a signal or
+without, and a batch in one pass), and for the lag: two steps are what one engine and one trainer need to keep each
+other busy (docs/rollout.md)."""
+
+ROLLOUT: dict[str, Any] = {"max_sequences": GROUPS * GROUP}
+"""A step's samples at once: of so small a model, each step of the engine costs about the same."""
 
 SLOW: dict[str, dict[str, Any]] = {
     "environment": {"name": "tests.bench.peers.slow:SlowReverse", "args": ENVIRONMENT},
@@ -93,6 +97,10 @@ def run(scratch: Path, console: Console) -> list[Claim]:
         theirs = trl_points(python, scratch / f"trl-{slow}", model, slow=slow)
         _say(console, f"TRL{name}", theirs)
         claims += _claim(f"time to reward {GOAL}{name} / TRL's", ours, theirs, aim)
+        if not slow:
+            small = our_points(scratch / "ours-reference", model, slow=False, engine="reference")
+            _say(console, "ours, with the reference engine", small)
+            claims += _claim(f"time to reward {GOAL}, with the reference engine / TRL's", small, theirs)
     return claims
 
 
@@ -101,7 +109,10 @@ def _say(console: Console, who: str, side: dict[str, Any]) -> None:
     console.print(f"{who} ({side['versions']}, {side['steps']} steps): {points}")
 
 
-def _claim(name: str, ours: dict[str, Any], theirs: dict[str, Any], aim: float) -> list[Claim]:
+def _claim(
+    name: str, ours: dict[str, Any], theirs: dict[str, Any], aim: float | None = None
+) -> list[Claim]:
+    """Without an aim: context."""
     mine, peer = (crossing(side["points"], GOAL) for side in (ours, theirs))
     if mine is None:
         return [Claim(name, float("inf"), at_most=aim, how=f"ours did not get there within {LIMIT_S:g} s")]
@@ -145,7 +156,7 @@ def our_points(
     os.environ["PYTHONPATH"] = os.pathsep.join(
         dict.fromkeys([str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))])
     )
-    sets = {"cpu_bind": last_core(), "max_sequences": 64}
+    sets = {"cpu_bind": last_core(), **ROLLOUT}
     if slow:
         sets["reward_parallel"] = SLOW_PARALLEL
     options = [

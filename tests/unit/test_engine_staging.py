@@ -198,7 +198,7 @@ def test_who_keeps_a_parameter_besides_its_module_is_found():
 class FakeVLLM:
     """`staged`: what each of two worker processes answers, question by question; the last answer stays."""
 
-    def __init__(self, staged, *, begin="", loaded=""):
+    def __init__(self, staged, *, begin="working", loaded=""):
         self.staged, self.begin, self.loaded = staged, begin, loaded
         self.calls: list[str] = []
         self.errored = False
@@ -245,6 +245,10 @@ def test_the_engine_stands_still_only_when_every_process_has_staged(engine):
     assert engine.version == 5
 
 
+def test_what_is_staged_at_once_is_not_asked_for_again(engine):
+    assert update(engine, 5, FakeVLLM([[]], begin="ready")) == ["policy_stage", *STAGED[2:]]
+
+
 def test_files_that_cant_be_read_are_refused_before_the_pause_and_the_engine_goes_on(engine):
     llm = FakeVLLM([["ready", "unreadable: InvalidHeader"]])
     with pytest.raises(EngineError, match="version 5 can't be loaded, the engine serves 4.*InvalidHeader"):
@@ -269,7 +273,7 @@ def test_a_staging_without_end_is_given_up(monkeypatch):
     monkeypatch.setattr("workers.engines.vllm_engine.STAGED_POLL_S", 0.0)
     engine = VLLMEngine(RolloutConfig(start_timeout_s=1e-9))
     calls = update(engine, 5, FakeVLLM([["working", "ready"]]))
-    assert calls == STAGED and engine.version == 5
+    assert calls == [each for each in STAGED if each != "policy_staged"] and engine.version == 5
 
 
 def test_with_stage_off_nothing_is_staged():

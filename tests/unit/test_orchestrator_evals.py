@@ -46,7 +46,7 @@ def test_every_kth_version_is_measured_by_workers_that_serve_it_or_a_newer_one()
     play = Play(evaluation=EvalConfig(every=2, prompts=1), max_lag=9)
     play.attach()
     w1, w2 = play.join("w1", capacity=1), play.join("w2", capacity=1)
-    (lease,) = play.leases(w1)
+    lease, *_ = play.leases(w1)
     play.deliver(w1, lease, rewards=[1.0])
     for version in (1, 2):
         play.say(TRAINER, wire.Published(1, version, version))
@@ -58,6 +58,7 @@ def test_every_kth_version_is_measured_by_workers_that_serve_it_or_a_newer_one()
     assert leases[0].key == Key("eval", 0, 2) and leases[0].oldest_version == 2
     nack, *rest = play.deliver(w2, leases[0], version=1)
     assert nack.reason.startswith("version")
+    rest += play.deliver(w2, leases[1], version=2)  # a place that a group of training had
     again = next(m for m in rest if isinstance(m, wire.Lease))
     assert isinstance(play.deliver(w2, again, version=2)[0], wire.Ack)
     assert [score.version for score in play.status().evals] == [0, 2]
@@ -67,8 +68,8 @@ def test_a_third_evaluation_gives_up_the_oldest_and_counts_it():
     play = Play(evaluation=EvalConfig(every=1, prompts=2))
     play.attach()
     w1 = play.join(capacity=2)
-    old = play.leases(w1)
-    assert {lease.key.group for lease in old} == {0}
+    old = play.leases(w1)[:2]
+    assert [lease.key.split for lease in old] == ["eval", "eval"]
     play.say(TRAINER, wire.Published(1, 1, 1))
     assert play.take(w1, wire.Cancel) == []
     play.say(TRAINER, wire.Published(1, 2, 2))
@@ -82,7 +83,7 @@ def test_a_held_out_prompt_that_fails_is_left_out_of_the_mean():
     play = Play(evaluation=EvalConfig(every=1, prompts=2), max_attempts=1)
     play.attach()
     w1 = play.join(capacity=2)
-    good, bad = play.leases(w1)
+    good, bad, *_ = play.leases(w1)
     play.say(w1, wire.Failed(bad.lease, bad.key, "it raised"))
     play.deliver(w1, good, rewards=[1.0])
     assert play.status().evals == (EvalScore(0, 0, 1.0, 1),)
@@ -138,3 +139,20 @@ def test_without_evaluation_nothing_is_measured():
     assert all(lease.key.split == "train" for lease in play.leases(play.join(capacity=20)))
     assert play.say(TRAINER, wire.Finish(1, 0)) == [wire.Finished(())]
     assert isinstance(play.say(b"w9:1", hello("w9"))[0], wire.Drain)
+
+
+def test_held_out_prompts_take_as_many_places_of_a_worker_as_their_samples_fill():
+    play = Play(evaluation=EvalConfig(every=2, prompts=9), group_size=4, batch_groups=4)
+    play.attach()
+    w1 = play.join(capacity=2)
+
+    def granted(done):
+        answers = [answer for lease in done for answer in play.deliver(w1, lease)]
+        return [str(answer.key) for answer in answers if isinstance(answer, wire.Lease)]
+
+    evals = play.leases(w1)
+    assert [lease.key for lease in evals] == [Key("eval", ordinal, 0) for ordinal in range(8)]
+    assert granted(evals[:1]) == [str(Key("eval", 8, 0))]
+    assert granted(evals[1:2]) == [str(Key("train", 0))], "seven samples leave room for less than a group's"
+    assert granted(evals[2:5]) == []
+    assert granted(evals[5:6]) == [str(Key("train", 1))], "three are left"

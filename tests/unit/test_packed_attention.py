@@ -56,6 +56,10 @@ def under_one_mask(query: Tensor, key: Tensor, value: Tensor, window: int | None
     seen = (sample_T[:, None] == sample_T[None]) & (distance >= 0)
     if window is not None:
         seen &= distance < window
+    return under_mask(query, key, value, seen)
+
+
+def under_mask(query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
     repeats = HEADS // KEY_HEADS
     key, value = (each.repeat_interleave(repeats, 1) for each in (key, value))
     return scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=0.3).transpose(1, 2)

@@ -21,6 +21,7 @@ from safetensors import safe_open
 
 from async_rl.errors import AsyncRLError, EngineError
 from async_rl.log import get_logger
+from workers.compute_type import engine_dtype
 from workers.engines.base import Completion, EngineLoad, Update
 from workers.engines.model_files import longest_sequence, stop_tokens
 from workers.engines.shards import Table, check_same_model, find_shards, read_table
@@ -105,8 +106,9 @@ class ReferenceEngine:
         self._driver = asyncio.create_task(self._drive())
 
     def _load(self, model_dir: Path, device: torch.device) -> Any:
+        dtype = engine_dtype(self.config.dtype, on_cpu=device.type == "cpu")
         try:
-            model = load_causal_lm(model_dir, dtype=getattr(torch, self.config.dtype), attention="sdpa")
+            model = load_causal_lm(model_dir, dtype=dtype, attention="sdpa")
             names = find_names(model, model_dir)
         except AsyncRLError:
             raise

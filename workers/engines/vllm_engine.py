@@ -45,7 +45,7 @@ log = get_logger(__name__)
 EXTENSION = "workers.engines.vllm_extension.PolicyExtension"
 
 CPU_KV_CACHE_GIB = 0.5
-"""Default KV cache on a CPU: 128k tokens of a 0.5B-parameter model, and far more of a tiny one."""
+"""Default KV cache on a CPU: 128k tokens of a 0.5B-parameter model in bfloat16, and far more of a tiny one."""
 
 CLOSE_S = 3.0
 """What vLLM's processes get to end by themselves. They hold nothing that must be saved, and their tidying up on a
@@ -235,17 +235,20 @@ class VLLMEngine:
         from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
+        # vLLM tells of the first token of a stream, however long the interval.
+        streams = max_tokens > STREAM_INTERVAL
         stream: AsyncGenerator[Any, None] = self._llm.generate(
             tokens_input(prompt_ids, cache_salt=f"v{version}"),
             SamplingParams(
                 temperature=temperature,
                 max_tokens=max_tokens,
                 seed=seed & SEED_MASK,
-                stop_token_ids=self._stops,
+                stop_token_ids=list(self._stops),
                 logprobs=0,  # of the sampled token only
                 flat_logprobs=True,
                 detokenize=False,
-                output_kind=RequestOutputKind.DELTA,
+                skip_clone=True,  # made for this request: a deep copy of it is a tenth of what submitting costs
+                output_kind=RequestOutputKind.DELTA if streams else RequestOutputKind.FINAL_ONLY,
             ),
             name,
         )
@@ -297,17 +300,16 @@ class VLLMEngine:
         """
         limit_s = self.config.start_timeout_s
         try:
-            reason = _first(await self._llm.collective_rpc("policy_stage", args=(version, shards)))
+            states = await self._llm.collective_rpc("policy_stage", args=(version, shards))
             until = time.monotonic() + limit_s
-            while not reason:
-                states = await self._llm.collective_rpc("policy_staged", args=(version,))
+            while not (reason := _first(state for state in states if state not in ("ready", "working"))):
                 if all(state == "ready" for state in states):
                     return True
-                reason = _first(state for state in states if state not in ("ready", "working"))
                 if time.monotonic() > until:
                     reason = f"it took longer than {limit_s:.0f} s (rollout.start_timeout_s)"
-                if not reason:
-                    await asyncio.sleep(STAGED_POLL_S)
+                    break
+                await asyncio.sleep(STAGED_POLL_S)
+                states = await self._llm.collective_rpc("policy_staged", args=(version,))
         except Exception as error:
             raise self._error(error, f"the staging of version {version}") from error
         if reason.startswith("unreadable"):
@@ -425,11 +427,13 @@ def _environment() -> dict[str, str]:
 
 
 def _arguments(config: RolloutConfig, model_dir: Path, max_model_len: int, on_cpu: bool) -> dict[str, Any]:
+    from workers.compute_type import engine_dtype  # loads torch, for seconds
+
     arguments: dict[str, Any] = {
         "model": str(model_dir),
         "skip_tokenizer_init": True,
         "generation_config": "vllm",  # not the model's: its top-k and top-p would change the policy
-        "dtype": config.dtype,
+        "dtype": str(engine_dtype(config.dtype, on_cpu=on_cpu)).removeprefix("torch."),
         "max_model_len": max_model_len,
         "max_num_seqs": seats(config, on_cpu=on_cpu),
         "tensor_parallel_size": config.tensor_parallel,

@@ -50,10 +50,11 @@ class PolicyExtension:
         return self._policy_staging.refused
 
     def policy_stage(self, version: int, shards: list[str]) -> str:
-        """Begin to load `version` beside the weights that serve, in the background. Returns why not, or nothing."""
+        """Begin to load `version` beside the weights that serve, in the background. Returns why not, or how far it
+        is, as `policy_staged`."""
         if self._policy_staging is None:
             return "it was not prepared"
-        return self._policy_staging.begin(version, lambda: _tensors(shards))
+        return self._policy_staging.begin(version, lambda: _tensors(shards)) or self.policy_staged(version)
 
     def policy_staged(self, version: int) -> str:
         """`working`, `ready`, `unreadable: …` or `failed: …`."""

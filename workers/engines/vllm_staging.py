@@ -31,6 +31,11 @@ __all__ = ["Staging", "forget_packed_experts", "pack_tied_heads"]
 NICE = 5
 """Of the thread that stages: a quarter of a core where vLLM's threads want them all, a whole one where they wait."""
 
+SMALL_BYTES = 32 << 20
+AT_ONCE_S = 0.03
+"""Weights of no more bytes are loaded in about a step of their model. Generation waits for them, for at most so long,
+and is saved two rounds of questions, each between two steps. For larger ones it goes on meanwhile."""
+
 JOIN_S = 60.0
 """For a thread that was told to stop, which it does after the tensor at hand."""
 
@@ -49,17 +54,21 @@ class Staging:
         """Why this model can't be staged, or empty."""
 
     def begin(self, version: int, tensors: Callable[[], Iterable[tuple[str, torch.Tensor]]]) -> str:
-        """Start to stage `version`, dropping what was staged before. Returns why not, or nothing."""
+        """Start to stage `version`, dropping what was staged before; a small model's is waited for, for a moment.
+        Returns why not, or nothing."""
         self.drop()
         if self.refused:
             return self.refused
         model = self._runner.get_model()
         ranks = self._runner.parallel_config.world_size  # all on this machine, and all about to ask
-        needed, free = ROOM * ranks * _loaded_bytes(model), _free_bytes()
+        loaded = _loaded_bytes(model)
+        needed, free = ROOM * ranks * loaded, _free_bytes()
         if needed > free:
             return f"it takes {needed / 1e9:.1f} GB beside the weights that serve, {free / 1e9:.1f} GB are free"
         self._task = _Task(version, model, tensors)
         self._task.start()
+        if loaded <= SMALL_BYTES:
+            self._task.join(AT_ONCE_S)
         return ""
 
     def state(self, version: int) -> str:
