@@ -60,34 +60,26 @@ def examine(group: Group, need: Requirements, versions: Versions) -> tuple[tuple
 def quick(group: Group, need: Requirements, versions: Versions) -> tuple[tuple[int, ...], ...] | None:
     """The same for all samples at once, without saying why: None for a group that may be wrong. A tenth of the
     time, which is what limits how many workers one orchestrator can serve."""
-    samples = group.samples
-    if len(samples) != need.samples or group.prompt.dtype != "<i4":
+    samples, prompt = group.samples, group.prompt
+    if len(samples) != need.samples or prompt.dtype != "<i4" or not prompt.data or len(prompt.data) % 4:
         return None
-    lowest, highest = need.reward_range
-    served, ids, logprobs, masks = [], [group.prompt.data], [], []
-    # Spans and length of the sample before, and what was found: mostly all of a group's are equal.
-    same: tuple[memoryview, int] | None = None
-    policies: tuple[int, ...] = ()
+    most, (lowest, highest) = need.max_tokens, need.reward_range
+    ids, logprobs, masks, spans, lengths = [prompt.data], [], [], [], []
     for sample in samples:
-        tokens, probs, mask, spans = sample.tokens, sample.logprobs, sample.mask, sample.spans
-        if (tokens.dtype, probs.dtype, mask.dtype, spans.dtype) != _SAMPLE_DTYPES:
+        tokens, probs, mask, span = sample.tokens, sample.logprobs, sample.mask, sample.spans
+        if (tokens.dtype, probs.dtype, mask.dtype, span.dtype) != _SAMPLE_DTYPES:
             return None
-        length = len(mask.data)
-        if not 0 < length <= need.max_tokens or not 4 * length == len(tokens.data) == len(probs.data):
+        tokens_data, probs_data, mask_data = tokens.data, probs.data, mask.data
+        length = len(mask_data)
+        if not 0 < length <= most or not 4 * length == len(tokens_data) == len(probs_data):
             return None  # one that is longer has tokens that were not sampled: seldom
         if not lowest <= sample.reward <= highest:  # and so is not NaN
             return None
-        if same is None or length != same[1] or spans.data != same[0]:
-            found = _quick_spans(spans.data, length, need.oldest_version, versions)
-            if found is None:
-                return None
-            policies, same = found, (spans.data, length)
-        served.append(policies)
-        ids.append(tokens.data)
-        logprobs.append(probs.data)
-        masks.append(mask.data)
-    if len(group.prompt.data) % 4 or not len(group.prompt.data):
-        return None
+        ids.append(tokens_data)
+        logprobs.append(probs_data)
+        masks.append(mask_data)
+        spans.append(span.data)
+        lengths.append(length)
     if b"".join(masks).translate(None, b"\0\1"):
         return None
     largest = _MAXIMUM(np.frombuffer(b"".join(ids), "<u4"))  # a negative id is a large one here
@@ -97,30 +89,49 @@ def quick(group: Group, need: Requirements, versions: Versions) -> tuple[tuple[i
     # Neither of the two is true of NaN.
     if not (_MINIMUM(flat) > -math.inf and _MAXIMUM(flat) <= LOGPROB_TOLERANCE):
         return None  # or one above 0 where the mask is 0
-    return tuple(served)
+    return _quick_spans(spans, lengths, need.oldest_version, versions)
 
 
 _SAMPLE_DTYPES = ("<i4", "<f4", "|u1", "<i4")
 _MINIMUM, _MAXIMUM = np.minimum.reduce, np.maximum.reduce
-_SPAN = struct.Struct("<2i")
+_SPAN_BYTES = 8
 
 
-def _quick_spans(data: memoryview, length: int, oldest: int, versions: Versions) -> tuple[int, ...] | None:
-    if len(data) == _SPAN.size:
-        policy, count = _SPAN.unpack(data)
-        if count != length or not oldest <= policy <= versions.newest or versions.step_of(policy) is None:
-            return None
-        return (policy,)
-    if len(data) % 8 or not len(data):
+def _quick_spans(
+    spans: list[memoryview], lengths: list[int], oldest: int, versions: Versions
+) -> tuple[tuple[int, ...], ...] | None:
+    """Of each sample. Mostly each has one span, and one policy has sampled them all."""
+    if set(map(len, spans)) != {_SPAN_BYTES}:
+        served = tuple(
+            _quick_several(data, length, oldest, versions)
+            for data, length in zip(spans, lengths, strict=True)
+        )
+        return served if all(served) else None
+    flat = struct.unpack(f"<{2 * len(spans)}i", b"".join(spans))
+    policies = flat[0::2]
+    if list(flat[1::2]) != lengths:
         return None
+    alone = {
+        policy: (policy,) for policy in policies
+    }  # the same few tuples for all: they are kept for long
+    for policy in alone:
+        if not oldest <= policy <= versions.newest or versions.step_of(policy) is None:
+            return None
+    return tuple([alone[policy] for policy in policies])
+
+
+def _quick_several(data: memoryview, length: int, oldest: int, versions: Versions) -> tuple[int, ...]:
+    """Of one sample; empty for what may be wrong."""
+    if len(data) % _SPAN_BYTES or not len(data):
+        return ()
     flat = np.frombuffer(data, "<i4").tolist()
     policies, counts = flat[0::2], flat[1::2]
     if min(counts) <= 0 or sum(counts) != length or policies != sorted(policies):
-        return None
+        return ()
     if policies[-1] > versions.newest or policies[0] < oldest:
-        return None
+        return ()
     if any(versions.step_of(version) is None for version in policies):
-        return None
+        return ()
     return tuple(sorted(set(policies)))
 
 

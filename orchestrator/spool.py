@@ -4,9 +4,9 @@
     spool/00000007.log    records 0..: header (magic, length, checksums), body; the first one is a Snapshot
     spool/00000008.log    the newest is appended to
 
-`append` only remembers, `commit` writes everything since the last commit with one write and one fsync (group
-commit): what must not be lost is committed before anybody is told. A file is deleted when no group in it can be
-asked for again.
+`append` only remembers; what was appended is sealed, and written with one write and one fsync (group commit), in a
+thread while the next records are appended (commits.py). What must not be lost is written before anybody is told. A
+file is deleted when no group in it can be asked for again.
 
 A record cut short at the very end was never committed, and is cut off. A damaged one in the middle (its checksum
 says so) is passed over, loudly and counted: its prompt is simply leased again.
@@ -21,13 +21,13 @@ import os
 import struct
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 from async_rl.errors import ConfigError, Corrupt, Malformed, StoreUnavailable
 from async_rl.log import get_logger
-from orchestrator.records import DURABLE, Record, Snapshot, decode_record, encode_record
+from orchestrator.records import DURABLE, Record, Snapshot, decode_record, encode_record, parts_of
 
 __all__ = ["Journal", "MemoryJournal", "Place", "Spool", "committed_bodies"]
 
@@ -37,9 +37,15 @@ MAGIC = b"aRL1"
 _HEADER = struct.Struct(
     "<4sIII"
 )  # magic, length of the body, CRC-32 of the body, CRC-32 of the 12 bytes before
+_HEAD, _CRC = struct.Struct("<4sII"), struct.Struct("<I")
 SEGMENT_BYTES = 64 << 20
+MOST_PARTS = 1024
+"""Of one write: IOV_MAX of Linux."""
 LOCK_LIMIT_S = 20.0
 """An orchestrator that was asked to stop may take some seconds to let go."""
+
+
+Part: TypeAlias = bytes | memoryview
 
 
 class Place(NamedTuple):
@@ -62,15 +68,28 @@ class Journal(Protocol):
 
     @property
     def pending(self) -> bool:
-        """Whether something waits for a commit before it may be acted on."""
+        """Whether something waits for the disk before it may be acted on."""
         ...
 
     @property
     def unwritten(self) -> int:
-        """Bytes that wait for a commit, in memory."""
+        """Bytes that wait for the disk, in memory."""
         ...
 
-    def commit(self) -> None: ...
+    def seal(self) -> bool:
+        """What was appended so far is for the next `write`, what comes now for the one after it. Whether it must be
+        on the disk before it is acted on."""
+        ...
+
+    def write(self) -> None:
+        """What was sealed is on the disk. In any thread, while another one appends and reads. Raises StoreUnavailable
+        where the disk is full (and can be called again: nothing is lost), OSError where it fails otherwise: then what
+        is on it is not known."""
+        ...
+
+    def commit(self) -> None:
+        """Both."""
+        ...
 
     def due(self) -> bool:
         """Whether a new file should be begun, with a Snapshot."""
@@ -110,8 +129,15 @@ class MemoryJournal:
     def unwritten(self) -> int:
         return 0
 
-    def commit(self) -> None:
+    def seal(self) -> bool:
+        return False
+
+    def write(self) -> None:
         pass
+
+    def commit(self) -> None:
+        self.seal()
+        self.write()
 
     def due(self) -> bool:
         return False
@@ -128,7 +154,8 @@ class MemoryJournal:
 
 
 class Spool:
-    """Not thread-safe: `commit` may run in a thread while nothing else is called.
+    """Not thread-safe but for `write`: it may run in a thread while another one appends, reads and deletes old files,
+    until a new file is begun.
 
     Raises ConfigError where the folder can't be used or another orchestrator holds it.
     """
@@ -160,10 +187,13 @@ class Spool:
         self._segment = 0
         self._readers: dict[int, int] = {}  # open files of older segments
         self._size = 0  # of the newest file, what is pending included
-        self._pending: list[bytes] = []
-        self._bodies: dict[int, bytes] = {}  # of the pending records, by offset
+        self._pending: list[Part] = []
+        self._bodies: dict[int, tuple[Part, ...]] = {}  # of the pending records, by offset
+        self._dirty = False  # something durable is among them
+        self._sealed: list[Part] = []  # these three likewise of what is being written
+        self._sealed_bodies: dict[int, tuple[Part, ...]] = {}
+        self._sealed_dirty = False
         self._written = 0  # of the newest file
-        self._dirty = False  # something durable is pending
 
     # ---------------------------------------------------------------- at the start
 
@@ -216,41 +246,52 @@ class Spool:
     # ---------------------------------------------------------------- writing
 
     def append(self, record: Record) -> Place:
-        body = encode_record(record)
-        place = Place(self._segment, self._size + _HEADER.size, len(body))
-        self._pending += _framed(body)
+        body = parts_of(record)
+        size, head = _head_of(body)
+        place = Place(self._segment, self._size + _HEADER.size, size)
+        self._pending.append(head)
+        self._pending += body
         self._bodies[place.offset] = body
-        self._size += _HEADER.size + len(body)
+        self._size += _HEADER.size + size
         self._dirty = self._dirty or isinstance(record, DURABLE)
         return place
 
     @property
     def pending(self) -> bool:
-        return self._dirty
+        return self._dirty or self._sealed_dirty
 
     @property
     def unwritten(self) -> int:
         return self._size - self._written
 
     def commit(self) -> None:
-        """Everything appended is on disk. Raises StoreUnavailable where the disk is full (and can be called again:
-        nothing is lost), OSError where it fails otherwise: then what is on disk is not known."""
-        self._write_pending()
-        if self._dirty and self._fsync:
-            os.fdatasync(self._file)
-        self._dirty = False
+        self.seal()
+        self.write()
 
-    def _write_pending(self) -> None:
-        if self._pending:
-            data = memoryview(b"".join(self._pending))
-            done = self._written - (self._size - len(data))  # of an attempt before
-            while done < len(data):
-                with self._full_disk():
-                    wrote = os.pwrite(self._file, data[done:], self._written)
-                done += wrote
-                self._written += wrote
-            self._pending.clear()
-            self._bodies.clear()
+    def seal(self) -> bool:
+        if self._sealed:  # of a write that failed
+            self._sealed += self._pending
+            self._sealed_bodies.update(self._bodies)
+        else:
+            self._sealed, self._sealed_bodies = self._pending, self._bodies
+        self._pending, self._bodies = [], {}
+        self._sealed_dirty, self._dirty = self._sealed_dirty or self._dirty, False
+        return self._sealed_dirty
+
+    def write(self) -> None:
+        self._write_sealed()
+        if self._sealed_dirty and self._fsync:
+            os.fdatasync(self._file)
+        self._sealed_dirty = False
+
+    def _write_sealed(self) -> None:
+        while self._sealed:
+            some = self._sealed[:MOST_PARTS]
+            with self._full_disk():
+                wrote = os.pwritev(self._file, some, self._written)
+            self._written += wrote
+            self._sealed[:MOST_PARTS] = _left(some, wrote)
+        self._sealed_bodies = {}  # from here on they are read from the file
 
     @contextlib.contextmanager
     def _full_disk(self) -> Iterator[None]:
@@ -265,9 +306,12 @@ class Spool:
             ) from error
 
     def read(self, place: Place) -> Record:
-        if place.segment == self._segment and (pending := self._bodies.get(place.offset)) is not None:
-            return decode_record(pending)
-        data = os.pread(self._reader(place.segment), _HEADER.size + place.size, place.offset - _HEADER.size)
+        if place.segment == self._segment:
+            waiting = self._bodies.get(place.offset) or self._sealed_bodies.get(place.offset)
+            if waiting is not None:
+                return decode_record(b"".join(waiting))
+        size, start = _HEADER.size + place.size, place.offset - _HEADER.size
+        data = memoryview(os.pread(self._reader(place.segment), size, start))
         head, body = data[: _HEADER.size], data[_HEADER.size :]
         if len(head) < _HEADER.size or head[8:12] != zlib.crc32(body).to_bytes(4, "little"):
             raise Corrupt(
@@ -289,7 +333,8 @@ class Spool:
         path = self._path(segment)
         try:
             with self._full_disk():
-                self._write_file(path, b"".join(_framed(encode_record(snapshot))))
+                body = encode_record(snapshot)
+                self._write_file(path, _head_of([body])[1] + body)
         except StoreUnavailable:
             path.unlink(missing_ok=True)
             raise
@@ -353,10 +398,22 @@ class Spool:
                 os.close(folder)
 
 
-def _framed(body: bytes) -> tuple[bytes, bytes, bytes]:
-    """The parts of a record in a file."""
-    head = _HEADER.pack(MAGIC, len(body), zlib.crc32(body), 0)[:-4]
-    return head, zlib.crc32(head).to_bytes(4, "little"), body
+def _head_of(body: Sequence[Part]) -> tuple[int, bytes]:
+    """The size of a record's body, and what stands before it in a file."""
+    size, crc = 0, 0
+    for part in body:
+        size, crc = size + len(part), zlib.crc32(part, crc)
+    head = _HEAD.pack(MAGIC, size, crc)
+    return size, head + _CRC.pack(zlib.crc32(head))
+
+
+def _left(parts: list[Part], wrote: int) -> list[Part]:
+    """What is not written yet of these."""
+    for number, part in enumerate(parts):
+        if wrote < len(part):
+            return [part[wrote:], *parts[number + 1 :]]
+        wrote -= len(part)
+    return []
 
 
 def committed_bodies(data: bytes) -> Iterator[memoryview]:
