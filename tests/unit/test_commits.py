@@ -40,7 +40,7 @@ class Disk(MemoryJournal):
         return durable
 
     def write(self):
-        if self.errors:
+        if self.errors and self.sealed > self.written:
             raise self.errors.pop(0)
         self.written = self.sealed
 
@@ -164,7 +164,7 @@ async def test_a_full_disk_is_not_waited_for_any_longer_than(make, disk, gate, w
 
 async def test_what_needs_no_disk_waits_too_where_there_is_no_room_for_it(make, disk, gate):
     waiting = make()
-    disk.durable, disk.errors = False, [StoreUnavailable("full")]
+    disk.appended, disk.durable, disk.errors = 1, False, [StoreUnavailable("full")]
     waiting.add(answers("lease"))
     assert waiting.begin() == []
     await gate.let_one_through()
