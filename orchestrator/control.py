@@ -305,13 +305,7 @@ class Control:
             return self._outbox.send(worker.peer, Ack(lease, key))
         if not owner.pool.expects(lease, key, worker.name):
             return self._nack(worker, lease, group, Fault("lease", "this lease is unknown or was given up"))
-        need = Requirements(
-            samples=1 if key.split == "eval" else self._settings.group_size,
-            max_tokens=self._sampling.max_tokens,
-            vocab_size=session.attach.vocab_size,
-            reward_range=self._environment.reward_range,
-            oldest_version=key.group if key.split == "eval" else 0,
-        )
+        need = self._required(session, key)
         result = examine(group, need, session.versions)
         if isinstance(result, Fault):
             self._nack(worker, lease, group, result)
@@ -332,6 +326,15 @@ class Control:
         self._judging.accepted(worker, group)
         if obsolete is not None:
             self._outbox.cancel([obsolete], "another worker delivered it")
+
+    def _required(self, session: Session, key: Key) -> Requirements:
+        return Requirements(
+            samples=1 if key.split == "eval" else self._settings.group_size,
+            max_tokens=self._sampling.max_tokens,
+            vocab_size=session.attach.vocab_size,
+            reward_range=self._environment.reward_range,
+            oldest_version=key.group if key.split == "eval" else 0,
+        )
 
     def _nack(self, worker: Worker, lease: int, group: Group, fault: Fault) -> None:
         self._tally.refused[fault.code] += 1

@@ -55,12 +55,9 @@ class Emptiest:
 
     def touch(self, worker: Worker) -> None:
         """Something about it may have changed."""
-        entry = self._entry(worker)
-        if entry is None:
-            self._newest.pop(worker.name, None)
-        elif self._newest.get(worker.name) != entry:
-            self._newest[worker.name] = entry
-            self._push(entry)
+        self._touch(worker)
+        if self._entries > 2 * len(self._newest) + MOST_OUTDATED:
+            self._make_again()
 
     def touch_all(self, names: Iterable[str]) -> None:
         """Those of them that are known."""
@@ -76,13 +73,13 @@ class Emptiest:
 
     def pop(self, wanted: Callable[[int], bool]) -> Worker | None:
         """The first of those whose version is `wanted`, out of its heap until it is touched."""
-        if self._entries > 2 * len(self._newest) + MOST_OUTDATED:
-            self._make_again()
         passed_over: list[_Entry] = []
         try:
             while True:
-                tops = [self._top(version) for version in list(self._heaps) if wanted(version)]
-                first = min((top for top in tops if top is not None), default=None)
+                first: _Entry | None = None
+                for version in list(self._heaps):
+                    if wanted(version) and (top := self._top(version)) and (first is None or top < first):
+                        first = top
                 if first is None:
                     return None
                 if self._heaps[first.version][0] is not first:
@@ -97,6 +94,14 @@ class Emptiest:
         finally:
             for entry in passed_over:
                 self._push(entry)
+
+    def _touch(self, worker: Worker) -> None:
+        entry = self._entry(worker)
+        if entry is None:
+            self._newest.pop(worker.name, None)
+        elif self._newest.get(worker.name) != entry:
+            self._newest[worker.name] = entry
+            self._push(entry)
 
     def _within_share(self, worker: Worker, wanted: Callable[[int], bool]) -> bool:
         """Whether one more lease leaves as many to each of the others."""
@@ -119,7 +124,7 @@ class Emptiest:
         self._entries = 0
         for worker in map(self._roster.get, names):
             if worker is not None:
-                self.touch(worker)
+                self._touch(worker)
 
     def _push(self, entry: _Entry) -> None:
         heapq.heappush(self._heaps.setdefault(entry.version, []), entry)
@@ -134,14 +139,14 @@ class Emptiest:
         heap = self._heaps[version]
         while heap:
             entry = heap[0]
-            if self._newest.get(entry.name) == entry:
+            if self._newest.get(entry.name) is entry:
                 worker = self._roster.get(entry.name)
                 now = None if worker is None else self._entry(worker)
                 if now == entry:
                     return entry
                 del self._newest[entry.name]
                 if worker is not None:
-                    self.touch(worker)  # its leases have ended meanwhile, or it can take none now
+                    self._touch(worker)  # its leases have ended meanwhile, or it can take none now
             if heap[0] is entry:
                 self._drop_first(heap)
         del self._heaps[version]

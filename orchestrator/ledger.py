@@ -40,7 +40,7 @@ import msgspec
 from async_rl.algo.staleness import Node
 from async_rl.errors import Corrupt, Malformed
 from async_rl.log import get_logger
-from async_rl.wire import Group, Key, LeaseProgress
+from async_rl.wire import Group, LeaseProgress
 from orchestrator.config import MOST_BATCH_BYTES, OrchestratorConfig
 from orchestrator.formed import Delivery, Formed, Readiness
 from orchestrator.leases import Held
@@ -149,9 +149,10 @@ class GroupLedger(LedgerState):
         """The next prompt for a worker that serves `version`; None while admission says no."""
         if not self.may_lease(version, now):
             return None
-        key = next(self._pool.waiting, Key("train", self.frontier))
+        waiting = next(self._pool.waiting, None)
         lease = self._pool.next_lease()
-        self._write(Leased(lease, key.ordinal, worker, version), now)
+        ordinal = waiting.ordinal if waiting is not None else self.frontier
+        self._write(Leased(lease, ordinal, worker, version), now)
         return self._pool.get(lease, worker)
 
     def may_lease(self, version: int, now: float) -> bool:

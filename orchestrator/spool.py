@@ -16,36 +16,27 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
-import struct
-import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol
 
 from async_rl.errors import ConfigError, Corrupt, Malformed, StoreUnavailable
 from async_rl.log import get_logger
+from orchestrator.framing import HEADER, Part, head_of, left_of, next_record
+from orchestrator.locking import locked
 from orchestrator.records import DURABLE, Record, Snapshot, decode_record, encode_record, parts_of
 
-__all__ = ["Journal", "MemoryJournal", "Place", "Spool", "committed_bodies"]
+__all__ = ["Journal", "MemoryJournal", "Place", "Spool"]
 
 log = get_logger(__name__)
 
-MAGIC = b"aRL1"
-_HEADER = struct.Struct(
-    "<4sIII"
-)  # magic, length of the body, CRC-32 of the body, CRC-32 of the 12 bytes before
-_HEAD, _CRC = struct.Struct("<4sII"), struct.Struct("<I")
 SEGMENT_BYTES = 64 << 20
 MOST_PARTS = 1024
 """Of one write: IOV_MAX of Linux."""
 LOCK_LIMIT_S = 20.0
 """An orchestrator that was asked to stop may take some seconds to let go."""
-
-
-Part: TypeAlias = bytes | memoryview
 
 
 class Place(NamedTuple):
@@ -176,7 +167,7 @@ class Spool:
         """Records that were passed over."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._lock = _locked(folder / "lock", lock_limit_s)
+            self._lock = locked(folder / "lock", lock_limit_s)
         except OSError as error:
             raise ConfigError(
                 f"the spool {folder} can't be used: {error.strerror}",
@@ -212,17 +203,17 @@ class Spool:
         data = path.read_bytes()
         at = 0
         while at < len(data):
-            found = _next_record(data, at)
+            found = next_record(data, at)
             if found is None:
                 break
             start, size, whole = found
             if start > at:
                 self._damage(path, at, f"{start - at} bytes are no record")
-            end = start + _HEADER.size + size
+            end = start + HEADER.size + size
             if end > len(data):
                 at = start
                 break
-            body = memoryview(data)[start + _HEADER.size : end]
+            body = memoryview(data)[start + HEADER.size : end]
             at = end
             try:
                 if not whole:
@@ -231,7 +222,7 @@ class Spool:
             except Malformed as error:
                 self._damage(path, start, error.message)
                 continue
-            yield record, Place(segment, start + _HEADER.size, size)
+            yield record, Place(segment, start + HEADER.size, size)
         if at < len(data):
             if last:
                 log.info("the last write before the end was not complete: cut off", file=path.name, at=at)
@@ -247,12 +238,12 @@ class Spool:
 
     def append(self, record: Record) -> Place:
         body = parts_of(record)
-        size, head = _head_of(body)
-        place = Place(self._segment, self._size + _HEADER.size, size)
+        size, head = head_of(body)
+        place = Place(self._segment, self._size + HEADER.size, size)
         self._pending.append(head)
         self._pending += body
         self._bodies[place.offset] = body
-        self._size += _HEADER.size + size
+        self._size += HEADER.size + size
         self._dirty = self._dirty or isinstance(record, DURABLE)
         return place
 
@@ -290,7 +281,7 @@ class Spool:
             with self._full_disk():
                 wrote = os.pwritev(self._file, some, self._written)
             self._written += wrote
-            self._sealed[:MOST_PARTS] = _left(some, wrote)
+            self._sealed[:MOST_PARTS] = left_of(some, wrote)
         self._sealed_bodies = {}  # from here on they are read from the file
 
     @contextlib.contextmanager
@@ -310,10 +301,10 @@ class Spool:
             waiting = self._bodies.get(place.offset) or self._sealed_bodies.get(place.offset)
             if waiting is not None:
                 return decode_record(b"".join(waiting))
-        size, start = _HEADER.size + place.size, place.offset - _HEADER.size
+        size, start = HEADER.size + place.size, place.offset - HEADER.size
         data = memoryview(os.pread(self._reader(place.segment), size, start))
-        head, body = data[: _HEADER.size], data[_HEADER.size :]
-        if len(head) < _HEADER.size or head[8:12] != zlib.crc32(body).to_bytes(4, "little"):
+        head, body = data[: HEADER.size], data[HEADER.size :]
+        if len(head) < HEADER.size or head[8:12] != zlib.crc32(body).to_bytes(4, "little"):
             raise Corrupt(
                 f"a record of {place.size} bytes at {place.offset} in {self._path(place.segment)} is damaged",
                 hint="check the disk; the group is lost, its prompt is asked again if it still counts",
@@ -334,7 +325,7 @@ class Spool:
         try:
             with self._full_disk():
                 body = encode_record(snapshot)
-                self._write_file(path, _head_of([body])[1] + body)
+                self._write_file(path, head_of([body])[1] + body)
         except StoreUnavailable:
             path.unlink(missing_ok=True)
             raise
@@ -396,63 +387,3 @@ class Spool:
                 os.fsync(folder)
             finally:
                 os.close(folder)
-
-
-def _head_of(body: Sequence[Part]) -> tuple[int, bytes]:
-    """The size of a record's body, and what stands before it in a file."""
-    size, crc = 0, 0
-    for part in body:
-        size, crc = size + len(part), zlib.crc32(part, crc)
-    head = _HEAD.pack(MAGIC, size, crc)
-    return size, head + _CRC.pack(zlib.crc32(head))
-
-
-def _left(parts: list[Part], wrote: int) -> list[Part]:
-    """What is not written yet of these."""
-    for number, part in enumerate(parts):
-        if wrote < len(part):
-            return [part[wrote:], *parts[number + 1 :]]
-        wrote -= len(part)
-    return []
-
-
-def committed_bodies(data: bytes) -> Iterator[memoryview]:
-    """Of the records in a file's bytes that are whole and right; for whoever only reads."""
-    at = 0
-    while (found := _next_record(data, at)) is not None:
-        start, size, whole = found
-        at = start + _HEADER.size + size
-        if whole:
-            yield memoryview(data)[start + _HEADER.size : at]
-
-
-def _next_record(data: bytes, at: int) -> tuple[int, int, bool] | None:
-    """Start, size of the body, and whether the body is right, of the first record at or after `at`."""
-    while (start := data.find(MAGIC, at)) >= 0:
-        head = data[start : start + _HEADER.size]
-        if len(head) < _HEADER.size:
-            return None
-        _, size, body_crc, head_crc = _HEADER.unpack(head)
-        if zlib.crc32(head[:-4]) == head_crc:
-            body = memoryview(data)[start + _HEADER.size : start + _HEADER.size + size]
-            return start, size, zlib.crc32(body) == body_crc
-        at = start + 1
-    return None
-
-
-def _locked(path: Path, limit_s: float) -> int:
-    """The open lock file. Raises ConfigError after the limit."""
-    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    deadline = time.monotonic() + limit_s
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return file
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                os.close(file)
-                raise ConfigError(
-                    f"another orchestrator holds the spool {path.parent}",
-                    hint="stop it, or give this run a folder of its own: orchestrator.spool",
-                ) from None
-            time.sleep(0.1)

@@ -149,7 +149,10 @@ class ZmqListener:
         frame = frame_of(message, MAX_BATCH_BYTES)
         try:
             _send(self._socket, peer, _NOW | _MORE)
-            _send(self._socket, frame, _NOW, len(frame) < _LARGE_BYTES)
+            if len(frame) < _LARGE_BYTES:
+                _send(self._socket, frame, _NOW)
+            else:
+                _send(self._socket, frame, _NOW, copy=False)
         except zmq.ZMQError as error:
             if error.errno not in (errno.EHOSTUNREACH, errno.EAGAIN):
                 raise
