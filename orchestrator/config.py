@@ -25,8 +25,8 @@ MOST_BATCH_BYTES = MAX_BATCH_BYTES - (64 << 20)
 TOKEN_BYTES = 9
 """On the wire: id, logprob and mask."""
 TEXT_BYTES = 5
-"""And its text, which travels beside it: English and code have four to five bytes per token of a large vocabulary. What
-has more may still be too long for a message; its worker then says so."""
+"""And its text, which travels beside it: English and code have four to five bytes per token of a large vocabulary.
+What has more may still be too long for a message; its worker then says so."""
 
 Positive = Annotated[float, Meta(gt=0)]
 NotNegative = Annotated[float, Meta(ge=0)]
