@@ -14,10 +14,10 @@ import msgspec
 import numpy as np
 
 from async_rl.errors import Malformed
-from async_rl.wire import Array, Group, Sample
+from async_rl.wire import Array, Group, Key, RunSettings, Sample
 from orchestrator.versions import Versions
 
-__all__ = ["Fault", "Requirements", "examine", "explain", "quick"]
+__all__ = ["Fault", "Requirements", "examine", "explain", "quick", "required"]
 
 LOGPROB_TOLERANCE = 1e-4
 """A log-softmax in 32 bits over a large vocabulary can come out this much above zero."""
@@ -49,6 +49,20 @@ class Requirements(msgspec.Struct, frozen=True):
     vocab_size: int
     reward_range: tuple[float, float]
     oldest_version: int = 0  # for a held-out group: the version that is measured
+
+
+def required(
+    key: Key, settings: RunSettings, vocab_size: int, reward_range: tuple[float, float]
+) -> Requirements:
+    """Of the group that was leased under this key."""
+    evaluation = key.split == "eval"
+    return Requirements(
+        samples=1 if evaluation else settings.group_size,
+        max_tokens=settings.sampling.max_tokens,
+        vocab_size=vocab_size,
+        reward_range=reward_range,
+        oldest_version=key.group if evaluation else 0,
+    )
 
 
 def examine(group: Group, need: Requirements, versions: Versions) -> tuple[tuple[int, ...], ...] | Fault:

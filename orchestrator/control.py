@@ -43,7 +43,7 @@ from async_rl.wire import (
     StatusRequest,
     Welcome,
 )
-from orchestrator.acceptance import Fault, Requirements, examine
+from orchestrator.acceptance import Fault, examine, required
 from orchestrator.config import EvalConfig, OrchestratorConfig, SamplingConfig
 from orchestrator.early import end_early
 from orchestrator.fair import Emptiest
@@ -289,9 +289,10 @@ class Control:
         if useless:
             self._outbox.send(worker.peer, Cancel(useless, "not needed any more"))
         ended, stale = end_early(session, worker.name, beat, now, self._config.heartbeat_s)
-        log_failures(ended)
-        self._came_to_nothing((failure.worker for failure in ended), now)
-        self._outbox.cancel(stale, "its group would be too old to be trained")
+        if ended:
+            log_failures(ended)
+            self._came_to_nothing((failure.worker for failure in ended), now)
+            self._outbox.cancel(stale, "its group would be too old to be trained")
 
     def _on_group(self, session: Session, worker: Worker, done: GroupDone, now: float) -> None:
         lease, group = done.lease, done.group
@@ -305,7 +306,7 @@ class Control:
             return self._outbox.send(worker.peer, Ack(lease, key))
         if not owner.pool.expects(lease, key, worker.name):
             return self._nack(worker, lease, group, Fault("lease", "this lease is unknown or was given up"))
-        need = self._required(session, key)
+        need = required(key, self._settings, session.attach.vocab_size, self._environment.reward_range)
         result = examine(group, need, session.versions)
         if isinstance(result, Fault):
             self._nack(worker, lease, group, result)
@@ -326,15 +327,6 @@ class Control:
         self._judging.accepted(worker, group)
         if obsolete is not None:
             self._outbox.cancel([obsolete], "another worker delivered it")
-
-    def _required(self, session: Session, key: Key) -> Requirements:
-        return Requirements(
-            samples=1 if key.split == "eval" else self._settings.group_size,
-            max_tokens=self._sampling.max_tokens,
-            vocab_size=session.attach.vocab_size,
-            reward_range=self._environment.reward_range,
-            oldest_version=key.group if key.split == "eval" else 0,
-        )
 
     def _nack(self, worker: Worker, lease: int, group: Group, fault: Fault) -> None:
         self._tally.refused[fault.code] += 1
