@@ -509,11 +509,10 @@ def decode(frame: bytes | memoryview, limit: int = MAX_MESSAGE_BYTES) -> AnyMess
 def delivered(message: AnyMessage, frame: bytes | memoryview) -> AnyMessage:
     """A message that was decoded from `frame`: a GroupDone with its group's bytes, where the frame has just what we
     know of; anything else as it is."""
-    if type(message) is not GroupDone or frame[: len(_DELIVERY)] != _DELIVERY:
+    if type(message) is not GroupDone:
         return message
-    at = len(_DELIVERY)
-    first = frame[at]
-    skip = 1 if first < 0x80 else _UINT_BYTES.get(first, 0)
-    if not skip:
+    head = bytes(frame[: len(_DELIVERY) + 1])
+    skip = 1 if head[-1] < 0x80 else _UINT_BYTES.get(head[-1], 0)
+    if not skip or head[:-1] != _DELIVERY:
         return message
-    return Delivered(message.lease, message.group, memoryview(frame)[at + skip :])
+    return Delivered(message.lease, message.group, memoryview(frame)[len(_DELIVERY) + skip :])

@@ -74,26 +74,35 @@ def examine(group: Group, need: Requirements, versions: Versions) -> tuple[tuple
 def quick(group: Group, need: Requirements, versions: Versions) -> tuple[tuple[int, ...], ...] | None:
     """The same for all samples at once, without saying why: None for a group that may be wrong. A tenth of the
     time, which is what limits how many workers one orchestrator can serve."""
-    samples, prompt = group.samples, group.prompt
-    if len(samples) != need.samples or prompt.dtype != "<i4" or not prompt.data or len(prompt.data) % 4:
+    samples = group.samples
+    if len(samples) != need.samples or group.prompt.dtype != "<i4":
         return None
     most, (lowest, highest) = need.max_tokens, need.reward_range
-    ids, logprobs, masks, spans, lengths = [prompt.data], [], [], [], []
+    served, ids, logprobs, masks = [], [group.prompt.data], [], []
+    # Spans and length of the sample before, and what was found: mostly all of a group's are equal.
+    same, before = group.prompt.data, 0
+    policies: tuple[int, ...] = ()
     for sample in samples:
-        tokens, probs, mask, span = sample.tokens, sample.logprobs, sample.mask, sample.spans
-        if (tokens.dtype, probs.dtype, mask.dtype, span.dtype) != _SAMPLE_DTYPES:
+        tokens, probs, mask, spans = sample.tokens, sample.logprobs, sample.mask, sample.spans
+        if (tokens.dtype, probs.dtype, mask.dtype, spans.dtype) != _SAMPLE_DTYPES:
             return None
-        tokens_data, probs_data, mask_data = tokens.data, probs.data, mask.data
+        tokens_data, probs_data, mask_data, spans_data = tokens.data, probs.data, mask.data, spans.data
         length = len(mask_data)
         if not 0 < length <= most or not 4 * length == len(tokens_data) == len(probs_data):
             return None  # one that is longer has tokens that were not sampled: seldom
         if not lowest <= sample.reward <= highest:  # and so is not NaN
             return None
+        if length != before or spans_data != same:
+            found = _quick_spans(spans_data, length, need.oldest_version, versions)
+            if found is None:
+                return None
+            policies, same, before = found, spans_data, length
+        served.append(policies)
         ids.append(tokens_data)
         logprobs.append(probs_data)
         masks.append(mask_data)
-        spans.append(span.data)
-        lengths.append(length)
+    if len(group.prompt.data) % 4 or not len(group.prompt.data):
+        return None
     if b"".join(masks).translate(None, b"\0\1"):
         return None
     largest = _MAXIMUM(np.frombuffer(b"".join(ids), "<u4"))  # a negative id is a large one here
@@ -103,49 +112,30 @@ def quick(group: Group, need: Requirements, versions: Versions) -> tuple[tuple[i
     # Neither of the two is true of NaN.
     if not (_MINIMUM(flat) > -math.inf and _MAXIMUM(flat) <= LOGPROB_TOLERANCE):
         return None  # or one above 0 where the mask is 0
-    return _quick_spans(spans, lengths, need.oldest_version, versions)
+    return tuple(served)
 
 
 _SAMPLE_DTYPES = ("<i4", "<f4", "|u1", "<i4")
 _MINIMUM, _MAXIMUM = np.minimum.reduce, np.maximum.reduce
-_SPAN_BYTES = 8
+_SPAN = struct.Struct("<2i")
 
 
-def _quick_spans(
-    spans: list[memoryview], lengths: list[int], oldest: int, versions: Versions
-) -> tuple[tuple[int, ...], ...] | None:
-    """Of each sample. Mostly each has one span, and one policy has sampled them all."""
-    if set(map(len, spans)) != {_SPAN_BYTES}:
-        served = tuple(
-            _quick_several(data, length, oldest, versions)
-            for data, length in zip(spans, lengths, strict=True)
-        )
-        return served if all(served) else None
-    flat = struct.unpack(f"<{2 * len(spans)}i", b"".join(spans))
-    policies = flat[0::2]
-    if list(flat[1::2]) != lengths:
-        return None
-    alone = {
-        policy: (policy,) for policy in policies
-    }  # the same few tuples for all: they are kept for long
-    for policy in alone:
-        if not oldest <= policy <= versions.newest or versions.step_of(policy) is None:
+def _quick_spans(data: memoryview, length: int, oldest: int, versions: Versions) -> tuple[int, ...] | None:
+    if len(data) == _SPAN.size:
+        policy, count = _SPAN.unpack(data)
+        if count != length or not oldest <= policy <= versions.newest or versions.step_of(policy) is None:
             return None
-    return tuple([alone[policy] for policy in policies])
-
-
-def _quick_several(data: memoryview, length: int, oldest: int, versions: Versions) -> tuple[int, ...]:
-    """Of one sample; empty for what may be wrong."""
-    if len(data) % _SPAN_BYTES or not len(data):
-        return ()
+        return (policy,)
+    if len(data) % 8 or not len(data):
+        return None
     flat = np.frombuffer(data, "<i4").tolist()
     policies, counts = flat[0::2], flat[1::2]
     if min(counts) <= 0 or sum(counts) != length or policies != sorted(policies):
-        return ()
+        return None
     if policies[-1] > versions.newest or policies[0] < oldest:
-        return ()
+        return None
     if any(versions.step_of(version) is None for version in policies):
-        return ()
+        return None
     return tuple(sorted(set(policies)))
 
 
