@@ -224,6 +224,8 @@ class World:
             self.faults.append(f"{peer.decode()} was replaced, and got {type(message).__name__}")
 
     def to_trainer(self, message: AnyMessage) -> None:
+        if self.finished:
+            return  # what was on its way when it ended
         t = self.trainer
         match message:
             case wire.Attached():
@@ -240,7 +242,8 @@ class World:
                     self.ends += 1
                     self.zombies.append(t)
                     self.trainer = self.new_trainer()
-                self.ask()
+                if not self.finished:
+                    self.ask()
 
     def train(self, batch: wire.Batch) -> None:
         t = self.trainer
