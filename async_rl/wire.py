@@ -219,6 +219,12 @@ class GroupDone(Struct, frozen=True, array_like=True, gc=False, tag="group_done"
     group: Group
 
 
+class Delivered(GroupDone, frozen=True, array_like=True, gc=False, tag="group_done"):
+    """A GroupDone as it came: `body`, the group's own bytes in its frame, is what is kept of it and handed on."""
+
+    body: memoryview = memoryview(b"")
+
+
 class Failed(Struct, frozen=True, array_like=True, tag="failed"):
     """This lease will not be fulfilled. `returned`: unstarted or given back in a drain; not counted as an attempt."""
 
@@ -469,6 +475,11 @@ AnyMessage: TypeAlias = (
 
 _MANY_BYTES = 1 << 20
 
+_DELIVERY = b"\x93\xaa" + b"group_done"
+"""How a GroupDone begins: an array of three, with the tag. Then come the lease and the group."""
+_UINT_BYTES = {0xCC: 2, 0xCD: 3, 0xCE: 5, 0xCF: 9}
+"""Of a number that does not fit into its first byte."""
+
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
 
@@ -493,3 +504,15 @@ def decode(frame: bytes | memoryview, limit: int = MAX_MESSAGE_BYTES) -> AnyMess
     finally:
         if pause:
             gc.enable()
+
+
+def delivered(message: AnyMessage, frame: bytes | memoryview) -> AnyMessage:
+    """A message that was decoded from `frame`: a GroupDone with its group's bytes, where the frame has just what we
+    know of; anything else as it is."""
+    if type(message) is not GroupDone:
+        return message
+    head = bytes(frame[: len(_DELIVERY) + 1])
+    skip = 1 if head[-1] < 0x80 else _UINT_BYTES.get(head[-1], 0)
+    if not skip or head[:-1] != _DELIVERY:
+        return message
+    return Delivered(message.lease, message.group, memoryview(frame)[len(_DELIVERY) + skip :])

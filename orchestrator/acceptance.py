@@ -14,10 +14,10 @@ import msgspec
 import numpy as np
 
 from async_rl.errors import Malformed
-from async_rl.wire import Array, Group, Sample
+from async_rl.wire import Array, Group, Key, RunSettings, Sample
 from orchestrator.versions import Versions
 
-__all__ = ["Fault", "Requirements", "examine", "explain", "quick"]
+__all__ = ["Fault", "Requirements", "examine", "explain", "quick", "required"]
 
 LOGPROB_TOLERANCE = 1e-4
 """A log-softmax in 32 bits over a large vocabulary can come out this much above zero."""
@@ -51,6 +51,20 @@ class Requirements(msgspec.Struct, frozen=True):
     oldest_version: int = 0  # for a held-out group: the version that is measured
 
 
+def required(
+    key: Key, settings: RunSettings, vocab_size: int, reward_range: tuple[float, float]
+) -> Requirements:
+    """Of the group that was leased under this key."""
+    evaluation = key.split == "eval"
+    return Requirements(
+        samples=1 if evaluation else settings.group_size,
+        max_tokens=settings.sampling.max_tokens,
+        vocab_size=vocab_size,
+        reward_range=reward_range,
+        oldest_version=key.group if evaluation else 0,
+    )
+
+
 def examine(group: Group, need: Requirements, versions: Versions) -> tuple[tuple[int, ...], ...] | Fault:
     """Of each sample, the versions of the policies that sampled it; or what is wrong with the group."""
     right = quick(group, need, versions)
@@ -63,29 +77,30 @@ def quick(group: Group, need: Requirements, versions: Versions) -> tuple[tuple[i
     samples = group.samples
     if len(samples) != need.samples or group.prompt.dtype != "<i4":
         return None
-    lowest, highest = need.reward_range
+    most, (lowest, highest) = need.max_tokens, need.reward_range
     served, ids, logprobs, masks = [], [group.prompt.data], [], []
     # Spans and length of the sample before, and what was found: mostly all of a group's are equal.
-    same: tuple[memoryview, int] | None = None
+    same, before = group.prompt.data, 0
     policies: tuple[int, ...] = ()
     for sample in samples:
         tokens, probs, mask, spans = sample.tokens, sample.logprobs, sample.mask, sample.spans
         if (tokens.dtype, probs.dtype, mask.dtype, spans.dtype) != _SAMPLE_DTYPES:
             return None
-        length = len(mask.data)
-        if not 0 < length <= need.max_tokens or not 4 * length == len(tokens.data) == len(probs.data):
+        tokens_data, probs_data, mask_data, spans_data = tokens.data, probs.data, mask.data, spans.data
+        length = len(mask_data)
+        if not 0 < length <= most or not 4 * length == len(tokens_data) == len(probs_data):
             return None  # one that is longer has tokens that were not sampled: seldom
         if not lowest <= sample.reward <= highest:  # and so is not NaN
             return None
-        if same is None or length != same[1] or spans.data != same[0]:
-            found = _quick_spans(spans.data, length, need.oldest_version, versions)
+        if length != before or spans_data != same:
+            found = _quick_spans(spans_data, length, need.oldest_version, versions)
             if found is None:
                 return None
-            policies, same = found, (spans.data, length)
+            policies, same, before = found, spans_data, length
         served.append(policies)
-        ids.append(tokens.data)
-        logprobs.append(probs.data)
-        masks.append(mask.data)
+        ids.append(tokens_data)
+        logprobs.append(probs_data)
+        masks.append(mask_data)
     if len(group.prompt.data) % 4 or not len(group.prompt.data):
         return None
     if b"".join(masks).translate(None, b"\0\1"):

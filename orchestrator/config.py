@@ -23,7 +23,10 @@ __all__ = [
 MOST_BATCH_BYTES = MAX_BATCH_BYTES - (64 << 20)
 """Of groups: the rest is for what a batch says besides; of every prompt that is open it names the number."""
 TOKEN_BYTES = 9
-"""On the wire: id, logprob and mask. The text comes on top, some four bytes."""
+"""On the wire: id, logprob and mask."""
+TEXT_BYTES = 5
+"""And its text, which travels beside it: English and code have four to five bytes per token of a large vocabulary.
+What has more may still be too long for a message; its worker then says so."""
 
 Positive = Annotated[float, Meta(gt=0)]
 NotNegative = Annotated[float, Meta(ge=0)]
@@ -141,8 +144,8 @@ def check_sizes(sampling: SamplingConfig) -> None:
     if size > MAX_MESSAGE_BYTES:
         raise ConfigError(
             f"sampling.group_size = {sampling.group_size} samples of up to sampling.max_tokens = "
-            f"{sampling.max_tokens} tokens are {size} bytes, and a message holds {MAX_MESSAGE_BYTES}: groups of "
-            "long samples would be lost",
+            f"{sampling.max_tokens} tokens are about {size} bytes with their text, and a message holds "
+            f"{MAX_MESSAGE_BYTES}: groups of long samples would be lost",
             hint="use fewer or shorter samples per group",
         )
 
@@ -153,7 +156,7 @@ def groups_that_fit(sampling: SamplingConfig, config: OrchestratorConfig) -> int
 
 
 def _group_bytes(sampling: SamplingConfig) -> int:
-    return sampling.group_size * sampling.max_tokens * TOKEN_BYTES
+    return sampling.group_size * sampling.max_tokens * (TOKEN_BYTES + TEXT_BYTES)
 
 
 def check_bind(config: OrchestratorConfig) -> None:

@@ -43,7 +43,7 @@ from async_rl.wire import (
     StatusRequest,
     Welcome,
 )
-from orchestrator.acceptance import Fault, Requirements, examine
+from orchestrator.acceptance import Fault, examine, required
 from orchestrator.config import EvalConfig, OrchestratorConfig, SamplingConfig
 from orchestrator.early import end_early
 from orchestrator.fair import Emptiest
@@ -54,7 +54,7 @@ from orchestrator.leases import name_of
 from orchestrator.ledger import GroupLedger, hash_of
 from orchestrator.outbox import Outbox, Outgoing
 from orchestrator.pool import log_failures
-from orchestrator.records import Record, encode_group
+from orchestrator.records import Record, body_of
 from orchestrator.rescoring import Outcome, Rescoring
 from orchestrator.roster import Roster, Worker
 from orchestrator.session import Session
@@ -153,6 +153,10 @@ class Control:
 
     def _receive(self, peer: bytes, message: Received, now: float) -> None:
         match message:
+            case (
+                GroupDone() | Credit() | Heartbeat() | Failed() | Bye()
+            ):  # first, because there are most of them
+                self._on_worker(peer, message, now)
             case NotAllowed():
                 self._on_not_allowed(peer, message)
             case Malformed():
@@ -167,8 +171,6 @@ class Control:
                 self._trainer.receive(peer, message, now)
             case Hello():
                 self._on_hello(peer, message, now)
-            case Credit() | Heartbeat() | GroupDone() | Failed() | Bye():
-                self._on_worker(peer, message, now)
             case _:
                 reason = f"{type(message).__name__} is a message that only the orchestrator sends"
                 self._outbox.refuse(peer, Refusal("malformed", reason))
@@ -259,14 +261,14 @@ class Control:
                 self._nack(worker, message.lease, message.group, fault)
             return self._judging.tell_quarantined(worker, now)
         match message:
+            case GroupDone():
+                self._on_group(session, worker, message, now)
             case Credit(capacity=capacity, version=version):
                 worker.capacity, worker.version = min(capacity, MOST_LEASES), version
                 if worker.state == "starting" and version >= 0:
                     worker.state = "serving"
             case Heartbeat():
                 self._on_heartbeat(session, worker, message, now)
-            case GroupDone(lease=lease, group=group):
-                self._on_group(session, worker, lease, group, now)
             case Failed(lease=lease, key=key, reason=reason, returned=returned):
                 self._fail(session, worker, lease, key, reason, now, counted=not returned)
             case Bye(reason=reason):
@@ -287,28 +289,24 @@ class Control:
         if useless:
             self._outbox.send(worker.peer, Cancel(useless, "not needed any more"))
         ended, stale = end_early(session, worker.name, beat, now, self._config.heartbeat_s)
-        log_failures(ended)
-        self._came_to_nothing((failure.worker for failure in ended), now)
-        self._outbox.cancel(stale, "its group would be too old to be trained")
+        if ended:
+            log_failures(ended)
+            self._came_to_nothing((failure.worker for failure in ended), now)
+            self._outbox.cancel(stale, "its group would be too old to be trained")
 
-    def _on_group(self, session: Session, worker: Worker, lease: int, group: Group, now: float) -> None:
+    def _on_group(self, session: Session, worker: Worker, done: GroupDone, now: float) -> None:
+        lease, group = done.lease, done.group
         key = group.key
         owner = session.evals if key.split == "eval" else session.ledger
         if owner.settled(key):  # delivered before, by this worker or another: it may forget it
             known = session.ledger.hash_of(key) if key.split == "train" else None
-            if known is not None and known != hash_of(encode_group(group)):
+            if known is not None and known != hash_of(body_of(done)):
                 detail = "another result for this group was taken before"
                 return self._nack(worker, lease, group, Fault("duplicate", detail))
             return self._outbox.send(worker.peer, Ack(lease, key))
         if not owner.pool.expects(lease, key, worker.name):
             return self._nack(worker, lease, group, Fault("lease", "this lease is unknown or was given up"))
-        need = Requirements(
-            samples=1 if key.split == "eval" else self._settings.group_size,
-            max_tokens=self._sampling.max_tokens,
-            vocab_size=session.attach.vocab_size,
-            reward_range=self._environment.reward_range,
-            oldest_version=key.group if key.split == "eval" else 0,
-        )
+        need = required(key, self._settings, session.attach.vocab_size, self._environment.reward_range)
         result = examine(group, need, session.versions)
         if isinstance(result, Fault):
             self._nack(worker, lease, group, result)
@@ -320,9 +318,10 @@ class Control:
         if key.split == "eval":
             obsolete = session.evals.deliver(lease, worker.name, group)
         else:
-            delivery = session.ledger.deliver(lease, worker.name, group, result, now)
+            delivery = session.ledger.deliver(lease, worker.name, group, result, now, body_of(done))
             obsolete = delivery.obsolete
-            log.debug("group taken", key=name_of(key), worker=worker.name, outcome=delivery.outcome)
+            if log.debugs:
+                log.debug("group taken", key=name_of(key), worker=worker.name, outcome=delivery.outcome)
         worker.finished(session.leases(worker.name) + 1)
         self._outbox.send(worker.peer, Ack(lease, key))
         self._judging.accepted(worker, group)

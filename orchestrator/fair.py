@@ -27,8 +27,8 @@ from orchestrator.roster import FIRST_LEASES, Roster, Worker
 __all__ = ["Emptiest"]
 
 MOST_OUTDATED = 64
-"""Entries of Emptiest more than there are workers in it, before they are looked through: a millisecond for a thousand
-workers, once in a thousand messages."""
+"""Entries of Emptiest more than twice the workers in it, before they are looked through: a millisecond for a thousand
+workers."""
 
 
 class Emptiest:
@@ -37,31 +37,27 @@ class Emptiest:
     Kept from message to message, by the version they serve: a fleet is a thousand workers, few of them change with
     each message, and whether there is a lease for a worker depends on its version alone. What is in a heap is what
     was true when the worker was last touched; it is looked at again when its turn comes. An entry whose turn never
-    comes (of a version that gets no leases any more, or of a worker that became emptier) goes when as many again
-    were added."""
+    comes (of a version that gets no leases any more, or of a worker that became emptier) goes when there are as many
+    of them as of the others."""
 
     def __init__(self, roster: Roster, leases: Callable[[str], int]) -> None:
         """`leases`: how many a worker holds."""
         self._roster, self._leases = roster, leases
         self._heaps: dict[int, list[_Entry]] = {}  # by version
         self._newest: dict[str, _Entry] = {}  # of each worker's entries the one that counts
-        self._added = 0  # since the heaps were made
+        self._entries = 0  # in all heaps
         self._most: Callable[[], float] = lambda: math.inf
         self._kept: tuple[float, float] | None = None  # an equal share; what is left to all that don't rest
 
     def __len__(self) -> int:
         """Entries that are kept, whether they count or not."""
-        return sum(map(len, self._heaps.values()))
+        return self._entries
 
     def touch(self, worker: Worker) -> None:
         """Something about it may have changed."""
-        entry = self._entry(worker)
-        if entry is None:
-            self._newest.pop(worker.name, None)
-        elif self._newest.get(worker.name) != entry:
-            self._newest[worker.name] = entry
-            heapq.heappush(self._heaps.setdefault(entry.version, []), entry)
-            self._added += 1
+        self._touch(worker)
+        if self._entries > 2 * len(self._newest) + MOST_OUTDATED:
+            self._make_again()
 
     def touch_all(self, names: Iterable[str]) -> None:
         """Those of them that are known."""
@@ -77,19 +73,19 @@ class Emptiest:
 
     def pop(self, wanted: Callable[[int], bool]) -> Worker | None:
         """The first of those whose version is `wanted`, out of its heap until it is touched."""
-        if self._added > len(self._newest) + MOST_OUTDATED:
-            self._make_again()
         passed_over: list[_Entry] = []
         try:
             while True:
-                tops = [self._top(version) for version in list(self._heaps) if wanted(version)]
-                first = min((top for top in tops if top is not None), default=None)
+                first: _Entry | None = None
+                for version in list(self._heaps):
+                    if wanted(version) and (top := self._top(version)) and (first is None or top < first):
+                        first = top
                 if first is None:
                     return None
                 if self._heaps[first.version][0] is not first:
                     continue  # while other versions were looked at, one was seen to have come to this one
                 worker = self._roster.get(first.name)
-                heapq.heappop(self._heaps[first.version])
+                self._drop_first(self._heaps[first.version])
                 if worker is not None and first.beyond and not self._within_share(worker, wanted):
                     passed_over.append(first)  # in this turn; in the next one it may be alone
                     continue
@@ -97,7 +93,15 @@ class Emptiest:
                 return worker
         finally:
             for entry in passed_over:
-                heapq.heappush(self._heaps.setdefault(entry.version, []), entry)
+                self._push(entry)
+
+    def _touch(self, worker: Worker) -> None:
+        entry = self._entry(worker)
+        if entry is None:
+            self._newest.pop(worker.name, None)
+        elif self._newest.get(worker.name) != entry:
+            self._newest[worker.name] = entry
+            self._push(entry)
 
     def _within_share(self, worker: Worker, wanted: Callable[[int], bool]) -> bool:
         """Whether one more lease leaves as many to each of the others."""
@@ -117,26 +121,34 @@ class Emptiest:
 
     def _make_again(self) -> None:
         self._heaps, names, self._newest = {}, list(self._newest), {}
+        self._entries = 0
         for worker in map(self._roster.get, names):
             if worker is not None:
-                self.touch(worker)
-        self._added = 0
+                self._touch(worker)
+
+    def _push(self, entry: _Entry) -> None:
+        heapq.heappush(self._heaps.setdefault(entry.version, []), entry)
+        self._entries += 1
+
+    def _drop_first(self, heap: list[_Entry]) -> None:
+        heapq.heappop(heap)
+        self._entries -= 1
 
     def _top(self, version: int) -> _Entry | None:
         """The first entry that is still true."""
         heap = self._heaps[version]
         while heap:
             entry = heap[0]
-            if self._newest.get(entry.name) == entry:
+            if self._newest.get(entry.name) is entry:
                 worker = self._roster.get(entry.name)
                 now = None if worker is None else self._entry(worker)
                 if now == entry:
                     return entry
                 del self._newest[entry.name]
                 if worker is not None:
-                    self.touch(worker)  # its leases have ended meanwhile, or it can take none now
+                    self._touch(worker)  # its leases have ended meanwhile, or it can take none now
             if heap[0] is entry:
-                heapq.heappop(heap)
+                self._drop_first(heap)
         del self._heaps[version]
         return None
 
@@ -144,7 +156,7 @@ class Emptiest:
         capacity = worker.capacity
         if not capacity or not worker.takes_leases or (leases := self._leases(worker.name)) >= capacity:
             return None
-        good_for = worker.good_for
+        good_for = min(capacity, worker.shown)  # its `good_for`
         beyond = leases >= good_for
         load = leases / (capacity if beyond else good_for)
         return _Entry(beyond, load, worker.served, worker.name, worker.version)

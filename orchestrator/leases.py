@@ -17,7 +17,7 @@ from async_rl.wire import Key
 __all__ = ["Held", "LeaseTable", "name_of"]
 
 
-class Held(msgspec.Struct):
+class Held(msgspec.Struct, gc=False):
     """One group in one worker's hands."""
 
     lease: int

@@ -40,7 +40,7 @@ import msgspec
 from async_rl.algo.staleness import Node
 from async_rl.errors import Corrupt, Malformed
 from async_rl.log import get_logger
-from async_rl.wire import Group, Key, LeaseProgress
+from async_rl.wire import Group, LeaseProgress
 from orchestrator.config import MOST_BATCH_BYTES, OrchestratorConfig
 from orchestrator.formed import Delivery, Formed, Readiness
 from orchestrator.leases import Held
@@ -149,9 +149,10 @@ class GroupLedger(LedgerState):
         """The next prompt for a worker that serves `version`; None while admission says no."""
         if not self.may_lease(version, now):
             return None
-        key = next(self._pool.waiting, Key("train", self.frontier))
+        waiting = next(self._pool.waiting, None)
         lease = self._pool.next_lease()
-        self._write(Leased(lease, key.ordinal, worker, version), now)
+        ordinal = waiting.ordinal if waiting is not None else self.frontier
+        self._write(Leased(lease, ordinal, worker, version), now)
         return self._pool.get(lease, worker)
 
     def may_lease(self, version: int, now: float) -> bool:
@@ -240,16 +241,23 @@ class GroupLedger(LedgerState):
     # ---------------------------------------------------------------- groups
 
     def deliver(
-        self, lease: int, worker: str, group: Group, versions: tuple[tuple[int, ...], ...], now: float
+        self,
+        lease: int,
+        worker: str,
+        group: Group,
+        versions: tuple[tuple[int, ...], ...],
+        now: float,
+        body: bytes | memoryview | None = None,
     ) -> Delivery:
-        """Take an examined group whose lease the pool expects. `versions`: of each sample, as Stored has them."""
+        """Take an examined group whose lease the pool expects. `versions`: of each sample, as Stored has them.
+        `body`: its encoding, if there is one already."""
         key = group.key
         if not self._pool.expects(lease, key, worker):
             raise ValueError(f"lease {lease} of {worker} is not expected for {key}")
         held = self._pool.held_for(key)
         obsolete = held if held is not None and held.lease != lease else None
         self._failures_in_a_row, self._slow_until = 0, float("-inf")
-        body = encode_group(group)
+        body = body if body is not None else encode_group(group)
         digest = hash_of(body)
         if self._config.drop_no_signal and len({sample.reward for sample in group.samples}) == 1:
             self._write(Settled(key.ordinal, "no_signal", hash=digest))
@@ -282,7 +290,7 @@ class GroupLedger(LedgerState):
             if not self.full:
                 raise ValueError(f"{self.buffered} groups are no batch of {self._config.batch_groups}")
             oldest_first = sorted(
-                self._buffer.values(), key=lambda each: (min(self._steps(each)), each.key)
+                self._buffer.values(), key=lambda each: (min(self._steps(each)), each.key.ordinal)
             )
             ordinals = self._fitting(step, oldest_first)
             left = {key.ordinal for key in self._buffer} | {key.ordinal for key in self._pool}
@@ -389,6 +397,6 @@ class GroupLedger(LedgerState):
         return Failure(held.key, held.worker, reason, given_up)
 
 
-def hash_of(body: bytes) -> bytes:
-    """Of a group's encoding."""
-    return hashlib.blake2b(body, digest_size=16).digest()
+def hash_of(body: bytes | memoryview) -> bytes:
+    """Of a group's encoding. SHA-256, because processors have instructions for it."""
+    return hashlib.sha256(body).digest()[:16]

@@ -55,7 +55,7 @@ NEVER = 1 << 60
 """The ledger itself gives prompts up, and writes it down; its pool does not."""
 
 
-class Stored(msgspec.Struct, frozen=True):
+class Stored(msgspec.Struct, frozen=True, gc=False):
     """An accepted group, in the journal. `versions`: of each sample, the policies that sampled it."""
 
     key: Key

@@ -47,7 +47,7 @@ def log_failures(failures: Iterable[Failure]) -> None:
         write(event, key=name_of(failure.key), worker=failure.worker, reason=failure.reason)
 
 
-class _Open(msgspec.Struct):
+class _Open(msgspec.Struct, gc=False):
     held: Held | None = None
     grants: dict[int, str] = {}  # lease -> worker, of every lease whose result may still come
     failures: int = 0

@@ -18,6 +18,7 @@ from async_rl.errors import ConfigError
 from async_rl.log import get_logger
 from async_rl.wire import Batch
 from orchestrator.config import OrchestratorConfig
+from orchestrator.framing import committed_bodies
 from orchestrator.ledger_state import LedgerState
 from orchestrator.records import (
     Arrived,
@@ -30,7 +31,7 @@ from orchestrator.records import (
     decode_record,
     group_of,
 )
-from orchestrator.spool import MemoryJournal, Place, committed_bodies
+from orchestrator.spool import MemoryJournal, Place
 
 __all__ = ["Recorded", "read_recorded"]
 

@@ -26,7 +26,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from async_rl.errors import Malformed
-from async_rl.wire import Group
+from async_rl.wire import Delivered, Group, GroupDone
 
 __all__ = [
     "DURABLE",
@@ -46,11 +46,13 @@ __all__ = [
     "Snapshot",
     "Took",
     "Version",
+    "body_of",
     "decode_group",
     "decode_record",
     "encode_group",
     "encode_record",
     "group_of",
+    "parts_of",
     "rewards_of",
 ]
 
@@ -207,6 +209,7 @@ Record: TypeAlias = (
 )
 DURABLE = (Took, Arrived, Settled, Assigned, Dropped, Quarantined)
 
+_NOTHING = Raw(b"")
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
 _groups: msgspec.msgpack.Decoder[Group] = msgspec.msgpack.Decoder(Group)
@@ -225,8 +228,22 @@ def decode_record(data: bytes | memoryview) -> Record:
         raise Malformed(f"not a record of a spool: {error}") from error
 
 
+def parts_of(record: Record) -> tuple[bytes | memoryview, ...]:
+    """The same in pieces: a group is large, and is not copied."""
+    if not isinstance(record, Arrived):
+        return (_encoder.encode(record),)
+    end = _encoder.encode(record.worker)
+    around = _encoder.encode(msgspec.structs.replace(record, group=_NOTHING))
+    return around[: -len(end)], memoryview(record.group), end
+
+
 def encode_group(group: Group) -> bytes:
     return _encoder.encode(group)
+
+
+def body_of(done: GroupDone) -> bytes | memoryview:
+    """A group's encoding: its worker's where it came over a socket."""
+    return done.body if isinstance(done, Delivered) else encode_group(done.group)
 
 
 def group_of(record: Arrived) -> Group:

@@ -7,15 +7,15 @@ carries.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import itertools
 import secrets
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
+from operator import itemgetter
 from pathlib import Path
+from typing import Any, Literal
 
 from async_rl.envs.base import Environment, EnvironmentConfig
 from async_rl.errors import Malformed, StoreUnavailable
@@ -24,7 +24,7 @@ from async_rl.log import get_logger
 from async_rl.transport.allowed import Allowed, Keyring
 from async_rl.transport.base import Listener, Received, from_here, printable
 from async_rl.transport.zmq import ZmqListener
-from async_rl.wire import AnyMessage
+from orchestrator.commits import Commits, InThread
 from orchestrator.config import (
     EvalConfig,
     OrchestratorConfig,
@@ -46,12 +46,8 @@ __all__ = ["run_orchestrator", "serve"]
 
 log = get_logger(__name__)
 
-MESSAGES_PER_TURN = 256
-"""Written with one fsync. More would only delay the first one's answer."""
-BYTES_PER_TURN = 64 << 20
-"""Likewise: so many groups of the largest size would not fit into memory."""
-FULL_PAUSE_S = 1.0
-"""Between two attempts to write what was received to a full disk: nobody is answered meanwhile."""
+MESSAGES_PER_TURN = 128
+"""Before we look whether a write has ended, and send the answers that waited for it."""
 ROTATE_PAUSE_S = 10.0
 """Between two attempts to begin a new spool file there: nobody waits for it."""
 GC_THRESHOLDS = (20_000, 10, 20)
@@ -70,89 +66,92 @@ async def serve(
     full_wait_s: float = 600.0,
     rescorer: Rescorer | None = None,
     clock: Callable[[], float] | None = None,
+    in_thread: InThread = asyncio.to_thread,
     stop: asyncio.Event,
 ) -> None:
     """Until the run is finished and the workers have left, or `stop` is set. A run that is finished already
     goes on to its end all the same: workers that nobody tells about it would look for us for ever.
 
-    Each turn waits for: a message from anybody, the next tick, or the stop. It takes all messages that are
-    there, writes down what they changed, with one fsync for all of them, and only then sends the answers:
-    what is acknowledged is on the disk. Sending never waits: what a peer does not take is dropped, and asked
-    for again. All of a turn happens at one time: `clock` is asked once in each. None: Hours.
+    Each turn waits for: a message from anybody, the end of a write, the next tick, or the stop. It takes the messages
+    that are there, and hands what they changed to the disk; the answers are sent when it is there: what is
+    acknowledged is on the disk. Sending never waits: what a peer does not take is dropped, and asked
+    for again. All of a turn happens at one time: `clock` is asked once in each. None: Hours. `in_thread` runs what
+    waits for the disk.
     """
     clock = clock or Hours().turn
+    commits = Commits(journal, full_wait_s=full_wait_s, stop=stop, in_thread=in_thread)
     receiving = asyncio.create_task(listener.recv())
     stopping = asyncio.create_task(stop.wait())
     now = ticked = rotate_after = clock()
     try:
         while not control.ended(now) and (control.finished or not stop.is_set()):
-            awaited = {receiving} if stopping.done() else {receiving, stopping}
-            await asyncio.wait(awaited, timeout=TICK_S, return_when=asyncio.FIRST_COMPLETED)
-            now, outgoing = clock(), []
-            if receiving.done():
-                arrived = _with_more(receiving.result(), listener, journal)
-                outgoing = control.receive_all(arrived, now)
+            await _something(receiving, stopping, commits)
+            now = clock()
+            answers = commits.ended()
+            if now >= rotate_after and commits.writing is None:
+                rotate_after = now + (0.0 if _rotate(control) else ROTATE_PAUSE_S)
+            await _send(listener, answers + commits.begin())
+            if receiving.done() and not commits.stand_still:
+                arrived = _with_more(receiving.result(), listener, commits)
+                commits.add(control.receive_all(arrived, now))
                 receiving = asyncio.create_task(listener.recv())
             if now - ticked >= TICK_S:
-                outgoing += control.tick(now)
+                commits.add(control.tick(now))
                 ticked = now
             if rescorer is not None:
-                outgoing += _rescore(control, rescorer, now)
-            await _commit(journal, full_wait_s, stop)
-            if now >= rotate_after:
-                rotate_after = now + (0.0 if _rotate(control) else ROTATE_PAUSE_S)
-            for peer, answer in outgoing:
-                await _send(listener, peer, answer)
+                commits.add(_rescore(control, rescorer, now))
+            await _send(listener, commits.begin())
+        await _send(listener, await commits.rest())
     finally:
         for task in (receiving, stopping):
             task.cancel()
         await asyncio.gather(receiving, stopping, return_exceptions=True)
+        await commits.close()
 
 
-async def _send(listener: Listener, peer: bytes, answer: AnyMessage) -> None:
-    """One answer that can't be sent must not end the run, or again after each restart."""
-    try:
-        await listener.send(peer, answer)
-    except Malformed as error:
-        log.error("an answer was not sent", peer=printable(peer), reason=error.message, hint=error.hint)
+async def _something(
+    receiving: asyncio.Task[tuple[bytes, Received]], stopping: asyncio.Task[Literal[True]], commits: Commits
+) -> None:
+    """Waits for: a message, the stop, the end of a write, or the next tick. While nothing more may be taken before
+    the write has ended, for nothing else: nobody's silence counts in that time (hours.py)."""
+    writing = commits.writing
+    while writing is not None and commits.stand_still:
+        await asyncio.wait({writing})
+    awaited: set[asyncio.Task[Any]] = {receiving}
+    if not stopping.done():
+        awaited.add(stopping)
+    if writing is not None:
+        awaited.add(writing)
+    await asyncio.wait(awaited, timeout=TICK_S, return_when=asyncio.FIRST_COMPLETED)
+
+
+async def _send(listener: Listener, answers: Outgoing) -> None:
+    """One answer that can't be sent must not end the run, or again after each restart. What goes to one peer is sent
+    together, in its order: in one packet, mostly."""
+    for peer, answer in sorted(answers, key=itemgetter(0)):
+        try:
+            await listener.send(peer, answer)
+        except Malformed as error:
+            log.error("an answer was not sent", peer=printable(peer), reason=error.message, hint=error.hint)
 
 
 def _with_more(
-    first: tuple[bytes, Received], listener: Listener, journal: Journal
+    first: tuple[bytes, Received], listener: Listener, commits: Commits
 ) -> Iterator[tuple[bytes, Received]]:
-    """What arrived, and what is there besides, as far as one write should hold it."""
+    """What arrived, and what is there besides, as far as one turn, or one commit, should hold it."""
     arrived: tuple[bytes, Received] | None = first
     for _ in range(MESSAGES_PER_TURN):
         if arrived is None:
             return
+        commits.took_one()
         yield arrived  # and what it says is in the journal when the next one is asked for
-        arrived = listener.recv_now() if journal.unwritten < BYTES_PER_TURN else None
+        arrived = None if commits.full else listener.recv_now()
 
 
 def _rescore(control: Control, rescorer: Rescorer, now: float) -> Outgoing:
     for rescoring in control.take_rescorings():
         rescorer.add(rescoring)
     return [message for outcome in rescorer.turn(now) for message in control.rescored(outcome, now)]
-
-
-async def _commit(journal: Journal, full_wait_s: float, stop: asyncio.Event) -> None:
-    """In a thread where it waits for the disk. A full disk is waited for: nothing has been acknowledged, so
-    nothing is lost by it. Raises StoreUnavailable after the limit, or where we are to stop; OSError where the disk
-    fails."""
-    deadline = time.monotonic() + full_wait_s
-    while True:
-        try:
-            if journal.pending:
-                await asyncio.to_thread(journal.commit)
-            else:
-                journal.commit()
-            return
-        except StoreUnavailable as error:
-            if stop.is_set() or time.monotonic() >= deadline:
-                raise
-            log.error("waiting for room on the disk", reason=error.message, hint=error.hint)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(stop.wait(), FULL_PAUSE_S)
 
 
 def _rotate(control: Control) -> bool:

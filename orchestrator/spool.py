@@ -4,9 +4,9 @@
     spool/00000007.log    records 0..: header (magic, length, checksums), body; the first one is a Snapshot
     spool/00000008.log    the newest is appended to
 
-`append` only remembers, `commit` writes everything since the last commit with one write and one fsync (group
-commit): what must not be lost is committed before anybody is told. A file is deleted when no group in it can be
-asked for again.
+`append` only remembers; what was appended is sealed, and written with one write and one fsync (group commit), in a
+thread while the next records are appended (commits.py). What must not be lost is written before anybody is told. A
+file is deleted when no group in it can be asked for again.
 
 A record cut short at the very end was never committed, and is cut off. A damaged one in the middle (its checksum
 says so) is passed over, loudly and counted: its prompt is simply leased again.
@@ -16,10 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
-import struct
-import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,17 +24,17 @@ from typing import NamedTuple, Protocol
 
 from async_rl.errors import ConfigError, Corrupt, Malformed, StoreUnavailable
 from async_rl.log import get_logger
-from orchestrator.records import DURABLE, Record, Snapshot, decode_record, encode_record
+from orchestrator.framing import HEADER, Part, head_of, left_of, next_record
+from orchestrator.locking import locked
+from orchestrator.records import DURABLE, Record, Snapshot, decode_record, encode_record, parts_of
 
-__all__ = ["Journal", "MemoryJournal", "Place", "Spool", "committed_bodies"]
+__all__ = ["Journal", "MemoryJournal", "Place", "Spool"]
 
 log = get_logger(__name__)
 
-MAGIC = b"aRL1"
-_HEADER = struct.Struct(
-    "<4sIII"
-)  # magic, length of the body, CRC-32 of the body, CRC-32 of the 12 bytes before
 SEGMENT_BYTES = 64 << 20
+MOST_PARTS = 1024
+"""Of one write: IOV_MAX of Linux."""
 LOCK_LIMIT_S = 20.0
 """An orchestrator that was asked to stop may take some seconds to let go."""
 
@@ -62,15 +59,28 @@ class Journal(Protocol):
 
     @property
     def pending(self) -> bool:
-        """Whether something waits for a commit before it may be acted on."""
+        """Whether something waits for the disk before it may be acted on."""
         ...
 
     @property
     def unwritten(self) -> int:
-        """Bytes that wait for a commit, in memory."""
+        """Bytes that wait for the disk, in memory."""
         ...
 
-    def commit(self) -> None: ...
+    def seal(self) -> bool:
+        """What was appended so far is for the next `write`, what comes now for the one after it. Whether it must be
+        on the disk before it is acted on."""
+        ...
+
+    def write(self) -> None:
+        """What was sealed is on the disk. In any thread, while another one appends and reads. Raises StoreUnavailable
+        where the disk is full (and can be called again: nothing is lost), OSError where it fails otherwise: then what
+        is on it is not known."""
+        ...
+
+    def commit(self) -> None:
+        """Both."""
+        ...
 
     def due(self) -> bool:
         """Whether a new file should be begun, with a Snapshot."""
@@ -110,8 +120,15 @@ class MemoryJournal:
     def unwritten(self) -> int:
         return 0
 
-    def commit(self) -> None:
+    def seal(self) -> bool:
+        return False
+
+    def write(self) -> None:
         pass
+
+    def commit(self) -> None:
+        self.seal()
+        self.write()
 
     def due(self) -> bool:
         return False
@@ -128,7 +145,8 @@ class MemoryJournal:
 
 
 class Spool:
-    """Not thread-safe: `commit` may run in a thread while nothing else is called.
+    """Not thread-safe but for `write`: it may run in a thread while another one appends, reads and deletes old files,
+    until a new file is begun.
 
     Raises ConfigError where the folder can't be used or another orchestrator holds it.
     """
@@ -149,7 +167,7 @@ class Spool:
         """Records that were passed over."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._lock = _locked(folder / "lock", lock_limit_s)
+            self._lock = locked(folder / "lock", lock_limit_s)
         except OSError as error:
             raise ConfigError(
                 f"the spool {folder} can't be used: {error.strerror}",
@@ -160,10 +178,13 @@ class Spool:
         self._segment = 0
         self._readers: dict[int, int] = {}  # open files of older segments
         self._size = 0  # of the newest file, what is pending included
-        self._pending: list[bytes] = []
-        self._bodies: dict[int, bytes] = {}  # of the pending records, by offset
+        self._pending: list[Part] = []
+        self._bodies: dict[int, tuple[Part, ...]] = {}  # of the pending records, by offset
+        self._dirty = False  # something durable is among them
+        self._sealed: list[Part] = []  # these three likewise of what is being written
+        self._sealed_bodies: dict[int, tuple[Part, ...]] = {}
+        self._sealed_dirty = False
         self._written = 0  # of the newest file
-        self._dirty = False  # something durable is pending
 
     # ---------------------------------------------------------------- at the start
 
@@ -182,17 +203,17 @@ class Spool:
         data = path.read_bytes()
         at = 0
         while at < len(data):
-            found = _next_record(data, at)
+            found = next_record(data, at)
             if found is None:
                 break
             start, size, whole = found
             if start > at:
                 self._damage(path, at, f"{start - at} bytes are no record")
-            end = start + _HEADER.size + size
+            end = start + HEADER.size + size
             if end > len(data):
                 at = start
                 break
-            body = memoryview(data)[start + _HEADER.size : end]
+            body = memoryview(data)[start + HEADER.size : end]
             at = end
             try:
                 if not whole:
@@ -201,7 +222,7 @@ class Spool:
             except Malformed as error:
                 self._damage(path, start, error.message)
                 continue
-            yield record, Place(segment, start + _HEADER.size, size)
+            yield record, Place(segment, start + HEADER.size, size)
         if at < len(data):
             if last:
                 log.info("the last write before the end was not complete: cut off", file=path.name, at=at)
@@ -216,41 +237,52 @@ class Spool:
     # ---------------------------------------------------------------- writing
 
     def append(self, record: Record) -> Place:
-        body = encode_record(record)
-        place = Place(self._segment, self._size + _HEADER.size, len(body))
-        self._pending += _framed(body)
+        body = parts_of(record)
+        size, head = head_of(body)
+        place = Place(self._segment, self._size + HEADER.size, size)
+        self._pending.append(head)
+        self._pending += body
         self._bodies[place.offset] = body
-        self._size += _HEADER.size + len(body)
+        self._size += HEADER.size + size
         self._dirty = self._dirty or isinstance(record, DURABLE)
         return place
 
     @property
     def pending(self) -> bool:
-        return self._dirty
+        return self._dirty or self._sealed_dirty
 
     @property
     def unwritten(self) -> int:
         return self._size - self._written
 
     def commit(self) -> None:
-        """Everything appended is on disk. Raises StoreUnavailable where the disk is full (and can be called again:
-        nothing is lost), OSError where it fails otherwise: then what is on disk is not known."""
-        self._write_pending()
-        if self._dirty and self._fsync:
-            os.fdatasync(self._file)
-        self._dirty = False
+        self.seal()
+        self.write()
 
-    def _write_pending(self) -> None:
-        if self._pending:
-            data = memoryview(b"".join(self._pending))
-            done = self._written - (self._size - len(data))  # of an attempt before
-            while done < len(data):
-                with self._full_disk():
-                    wrote = os.pwrite(self._file, data[done:], self._written)
-                done += wrote
-                self._written += wrote
-            self._pending.clear()
-            self._bodies.clear()
+    def seal(self) -> bool:
+        if self._sealed:  # of a write that failed
+            self._sealed += self._pending
+            self._sealed_bodies.update(self._bodies)
+        else:
+            self._sealed, self._sealed_bodies = self._pending, self._bodies
+        self._pending, self._bodies = [], {}
+        self._sealed_dirty, self._dirty = self._sealed_dirty or self._dirty, False
+        return self._sealed_dirty
+
+    def write(self) -> None:
+        self._write_sealed()
+        if self._sealed_dirty and self._fsync:
+            os.fdatasync(self._file)
+        self._sealed_dirty = False
+
+    def _write_sealed(self) -> None:
+        while self._sealed:
+            some = self._sealed[:MOST_PARTS]
+            with self._full_disk():
+                wrote = os.pwritev(self._file, some, self._written)
+            self._written += wrote
+            self._sealed[:MOST_PARTS] = left_of(some, wrote)
+        self._sealed_bodies = {}  # from here on they are read from the file
 
     @contextlib.contextmanager
     def _full_disk(self) -> Iterator[None]:
@@ -265,11 +297,14 @@ class Spool:
             ) from error
 
     def read(self, place: Place) -> Record:
-        if place.segment == self._segment and (pending := self._bodies.get(place.offset)) is not None:
-            return decode_record(pending)
-        data = os.pread(self._reader(place.segment), _HEADER.size + place.size, place.offset - _HEADER.size)
-        head, body = data[: _HEADER.size], data[_HEADER.size :]
-        if len(head) < _HEADER.size or head[8:12] != zlib.crc32(body).to_bytes(4, "little"):
+        if place.segment == self._segment:
+            waiting = self._bodies.get(place.offset) or self._sealed_bodies.get(place.offset)
+            if waiting is not None:
+                return decode_record(b"".join(waiting))
+        size, start = HEADER.size + place.size, place.offset - HEADER.size
+        data = memoryview(os.pread(self._reader(place.segment), size, start))
+        head, body = data[: HEADER.size], data[HEADER.size :]
+        if len(head) < HEADER.size or head[8:12] != zlib.crc32(body).to_bytes(4, "little"):
             raise Corrupt(
                 f"a record of {place.size} bytes at {place.offset} in {self._path(place.segment)} is damaged",
                 hint="check the disk; the group is lost, its prompt is asked again if it still counts",
@@ -289,7 +324,8 @@ class Spool:
         path = self._path(segment)
         try:
             with self._full_disk():
-                self._write_file(path, b"".join(_framed(encode_record(snapshot))))
+                body = encode_record(snapshot)
+                self._write_file(path, head_of([body])[1] + body)
         except StoreUnavailable:
             path.unlink(missing_ok=True)
             raise
@@ -351,51 +387,3 @@ class Spool:
                 os.fsync(folder)
             finally:
                 os.close(folder)
-
-
-def _framed(body: bytes) -> tuple[bytes, bytes, bytes]:
-    """The parts of a record in a file."""
-    head = _HEADER.pack(MAGIC, len(body), zlib.crc32(body), 0)[:-4]
-    return head, zlib.crc32(head).to_bytes(4, "little"), body
-
-
-def committed_bodies(data: bytes) -> Iterator[memoryview]:
-    """Of the records in a file's bytes that are whole and right; for whoever only reads."""
-    at = 0
-    while (found := _next_record(data, at)) is not None:
-        start, size, whole = found
-        at = start + _HEADER.size + size
-        if whole:
-            yield memoryview(data)[start + _HEADER.size : at]
-
-
-def _next_record(data: bytes, at: int) -> tuple[int, int, bool] | None:
-    """Start, size of the body, and whether the body is right, of the first record at or after `at`."""
-    while (start := data.find(MAGIC, at)) >= 0:
-        head = data[start : start + _HEADER.size]
-        if len(head) < _HEADER.size:
-            return None
-        _, size, body_crc, head_crc = _HEADER.unpack(head)
-        if zlib.crc32(head[:-4]) == head_crc:
-            body = memoryview(data)[start + _HEADER.size : start + _HEADER.size + size]
-            return start, size, zlib.crc32(body) == body_crc
-        at = start + 1
-    return None
-
-
-def _locked(path: Path, limit_s: float) -> int:
-    """The open lock file. Raises ConfigError after the limit."""
-    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    deadline = time.monotonic() + limit_s
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return file
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                os.close(file)
-                raise ConfigError(
-                    f"another orchestrator holds the spool {path.parent}",
-                    hint="stop it, or give this run a folder of its own: orchestrator.spool",
-                ) from None
-            time.sleep(0.1)

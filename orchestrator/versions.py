@@ -54,12 +54,13 @@ class Versions:
     def oldest_steps(self, samples: tuple[tuple[int, ...], ...]) -> tuple[int, ...] | None:
         """Of each sample, given the versions that sampled it, the step of its oldest policy. None where a version is
         not of this run."""
-        if samples not in self._oldest:
+        found = self._oldest.get(samples, ())
+        if found == ():
             steps = [[self.step_of(version) for version in sample] for sample in samples]
             known = [[step for step in sample if step is not None] for sample in steps]
             strange = any(len(a) != len(b) for a, b in zip(steps, known, strict=True))
-            self._oldest[samples] = None if strange else tuple(map(min, known))
-        return self._oldest[samples]
+            found = self._oldest[samples] = None if strange else tuple(map(min, known))
+        return found
 
     def oldest_at(self, step: int) -> int:
         """The oldest version of this life that holds at least `step` optimizer steps, else the newest."""

@@ -27,7 +27,7 @@ from msgspec import Struct
 
 from async_rl.errors import ConfigError, Malformed, NotAllowed
 from async_rl.log import get_logger
-from async_rl.transport.base import message_of
+from async_rl.transport.base import received_of
 from async_rl.transport.keys import (
     check_name,
     new_secret,
@@ -260,14 +260,14 @@ class Keyring:
         )
 
     def received(
-        self, public: str | None, peer: bytes, frames: Sequence[bytes], limit: int
+        self, public: str | None, peer: bytes, frames: Sequence[bytes | memoryview], limit: int
     ) -> AnyMessage | Malformed | NotAllowed:
         """What arrived over a connection with this key. Nothing of a key that is not allowed is decoded."""
         entry = self.find(public)
         if isinstance(entry, NotAllowed):
             return entry
         try:
-            message = message_of(frames, limit)
+            message = received_of(frames, limit)
         except Malformed as error:
             return error
         return refusal(entry, peer, message) or message

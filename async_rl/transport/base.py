@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from typing import Protocol, TypeAlias
 
 from async_rl.errors import Malformed, NotAllowed
-from async_rl.wire import AnyMessage, decode, encode
+from async_rl.wire import AnyMessage, decode, delivered, encode
 
 __all__ = [
     "HIGH_WATER",
@@ -43,6 +43,7 @@ __all__ = [
     "message_of",
     "new_identity",
     "printable",
+    "received_of",
 ]
 
 HIGH_WATER = 1000
@@ -136,8 +137,13 @@ def frame_of(message: AnyMessage, limit: int) -> bytes:
     return frame
 
 
-def message_of(frames: Sequence[bytes], limit: int) -> AnyMessage:
+def message_of(frames: Sequence[bytes | memoryview], limit: int) -> AnyMessage:
     """The message in the frames that arrived. Raises Malformed."""
     if len(frames) != 1:
         raise Malformed(f"a message is one frame, not {len(frames)}")
     return decode(frames[0], limit)
+
+
+def received_of(frames: Sequence[bytes | memoryview], limit: int) -> AnyMessage:
+    """As `message_of`, for a listener: of a group it keeps the bytes, too. Raises Malformed."""
+    return delivered(message_of(frames, limit), frames[0])

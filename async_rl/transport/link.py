@@ -105,7 +105,8 @@ class _Line:
             poller.register(each, zmq.POLLIN)
         ready = dict(poller.poll(max(0, int(timeout_s * 1000))))
         if self._socket in ready:
-            return message_of(self._socket.recv_multipart(), MAX_BATCH_BYTES)
+            frames = self._socket.recv_multipart(copy=False)  # a Batch is large
+            return message_of([frame.buffer for frame in frames], MAX_BATCH_BYTES)
         if self._monitor in ready:
             self._watch()
         return None

@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import zmq
 import zmq.asyncio
+import zmq.backend
 
 from async_rl.errors import ConfigError, Malformed, Refused, WaitTimeout
 from async_rl.log import get_logger
@@ -29,6 +29,7 @@ from async_rl.transport.base import (
     message_of,
     new_identity,
     printable,
+    received_of,
 )
 from async_rl.transport.handshake import Handshakes, event_of, mechanism_at
 from async_rl.transport.keys import ClientKey
@@ -51,6 +52,10 @@ _SEALED_BYTES = 64
 """An encrypted frame is longer than its message by less than this."""
 _NOW, _MORE, _POLLIN = int(zmq.NOBLOCK), int(zmq.SNDMORE), int(zmq.POLLIN)
 """As plain numbers: combining zmq's flags costs as much as sending."""
+_send = zmq.backend.Socket.send
+"""zmq.Socket's own looks for options that only other kinds of sockets have, for longer than sending takes."""
+_LARGE_BYTES = 1 << 20
+"""From here on a frame is handed to zmq without a copy: a Batch."""
 _WATCHED = (
     zmq.Event.HANDSHAKE_SUCCEEDED
     | zmq.Event.HANDSHAKE_FAILED_AUTH
@@ -113,11 +118,25 @@ class ZmqListener:
 
     def recv_now(self) -> tuple[bytes, Received] | None:
         try:
-            if self._keyring is not None:
-                return self._proved(self._socket.recv_multipart(_NOW, copy=False), self._keyring)
-            return self._taken(self._socket.recv_multipart(_NOW))
+            peer = self._socket.recv(_NOW)
         except zmq.Again:
             return None
+        # A message comes whole. A Frame knows whether more follow; to ask the socket takes as long as receiving. What
+        # is decoded are views into it.
+        frames = [self._socket.recv(_NOW, copy=False)]
+        while frames[-1].more:
+            frames.append(self._socket.recv(_NOW, copy=False))
+        parts = [frame.buffer for frame in frames]
+        if self._keyring is not None:
+            # What the handshake proved: zap.py put it there. Not the peer's word.
+            public: str | None = None
+            with contextlib.suppress(zmq.ZMQError):
+                public = str(frames[-1].get("User-Id"))
+            return peer, self._keyring.received(public, peer, parts, self._max_bytes)
+        try:
+            return peer, received_of(parts, self._max_bytes)
+        except Malformed as error:
+            return peer, error
 
     def _look(self) -> None:
         """The descriptor tells only of changes, and a send takes note of them too: after it somebody must look. A
@@ -126,26 +145,14 @@ class ZmqListener:
         if not self._socket.closed and int(self._socket.getsockopt(zmq.EVENTS)) & _POLLIN:
             self._readable.set()
 
-    def _taken(self, parts: list[bytes]) -> tuple[bytes, Received]:
-        peer, *frames = parts
-        try:
-            return peer, message_of(frames, self._max_bytes)
-        except Malformed as error:
-            return peer, error
-
-    def _proved(self, parts: Sequence[zmq.Frame], keyring: Keyring) -> tuple[bytes, Received]:
-        peer = parts[0].bytes
-        # What the handshake proved: zap.py put it there. Not the peer's word.
-        public: str | None = None
-        with contextlib.suppress(zmq.ZMQError):
-            public = str(parts[-1].get("User-Id"))
-        return peer, keyring.received(public, peer, [part.bytes for part in parts[1:]], self._max_bytes)
-
     async def send(self, peer: bytes, message: AnyMessage) -> None:
         frame = frame_of(message, MAX_BATCH_BYTES)
         try:
-            self._socket.send(peer, _NOW | _MORE)
-            self._socket.send(frame, _NOW)
+            _send(self._socket, peer, _NOW | _MORE)
+            if len(frame) < _LARGE_BYTES:
+                _send(self._socket, frame, _NOW)
+            else:
+                _send(self._socket, frame, _NOW, copy=False)
         except zmq.ZMQError as error:
             if error.errno not in (errno.EHOSTUNREACH, errno.EAGAIN):
                 raise

@@ -29,6 +29,7 @@ from async_rl.envs.base import EnvironmentConfig
 from async_rl.wire import AnyMessage
 from orchestrator import ledger as ledger_module
 from orchestrator import server
+from orchestrator.commits import Commits
 from orchestrator.config import EvalConfig, OrchestratorConfig, SamplingConfig
 from orchestrator.control import Control
 from orchestrator.pool import PromptPool
@@ -69,9 +70,9 @@ class Disk(Spool):
         self.synced: dict[int, int] = {}
         self._reach = reach
 
-    def commit(self) -> None:
+    def write(self) -> None:
         self._reach("commit: before")
-        super().commit()
+        super().write()
         self.synced[self._segment] = self._written
         self._reach("commit: after")
 
@@ -91,7 +92,8 @@ class Disk(Spool):
 
     def cut_power(self, kept: float) -> None:
         if self._file >= 0:
-            self._write_pending()
+            self.seal()
+            self._write_sealed()
             size, synced = self._written, self.synced.get(self._segment, 0)
             os.ftruncate(self._file, synced + int(kept * (size - synced)))
             os.close(self._file)
@@ -139,6 +141,7 @@ class World:
         self.states: dict[int, str] = {}  # by step: what a state digest would tell
         self.repeats: dict[int, tuple[int, ...]] = {}
         self.faults: list[str] = []
+        self.dead = False  # the orchestrator's power is cut: not even a write that was under way goes on
         self.checkpoints: list[Checkpoint] = []
         self.ends = 0
         self.zombies: list[Trainer] = []
@@ -155,7 +158,10 @@ class World:
 
     def reach(self, who: str) -> None:
         self.points[who] += 1
-        if self.case is not None and (who, self.points[who]) == (self.case.who, self.case.point):
+        here = self.case is not None and (who, self.points[who]) == (self.case.who, self.case.point)
+        if here:
+            self.dead = who == "orchestrator"
+        if here or (self.dead and who == "orchestrator"):
             raise Killed(who)
 
     def reach_orchestrator(self, what: str) -> None:
@@ -218,6 +224,8 @@ class World:
             self.faults.append(f"{peer.decode()} was replaced, and got {type(message).__name__}")
 
     def to_trainer(self, message: AnyMessage) -> None:
+        if self.finished:
+            return  # what was on its way when it ended
         t = self.trainer
         match message:
             case wire.Attached():
@@ -234,7 +242,8 @@ class World:
                     self.ends += 1
                     self.zombies.append(t)
                     self.trainer = self.new_trainer()
-                self.ask()
+                if not self.finished:
+                    self.ask()
 
     def train(self, batch: wire.Batch) -> None:
         t = self.trainer
@@ -302,6 +311,7 @@ class World:
     def live(self) -> None:
         """One life of it after another, until the run is trained."""
         while not self.finished:
+            self.dead = False
             disk = Disk(self.folder, self.reach_orchestrator)
             control = Control(
                 environment=Counting(),
@@ -330,10 +340,19 @@ class World:
     async def serve(self, control: Control, disk: Disk) -> None:
         listener, stop = _Listener(self), asyncio.Event()
         serving = asyncio.ensure_future(
-            server.serve(listener, control, disk, clock=lambda: self.now, stop=stop)
+            server.serve(
+                listener, control, disk, clock=lambda: self.now, in_thread=self.slow_disk, stop=stop
+            )
         )
         listener.idle = lambda: stop.set() if self.finished else self.idle()
         await serving
+
+    async def slow_disk(self, write: Callable[[], None]) -> None:
+        """Every write takes another time, in turns of the loop, which goes on meanwhile."""
+        self.points["write"] += 1
+        for _ in range(self.points["write"] * 3 % 7):
+            await asyncio.sleep(0)
+        write()
 
     def idle(self) -> None:
         """Nobody has anything to say: time passes, somebody works, requests are repeated."""
@@ -438,17 +457,34 @@ def points_of(who: str) -> int:
 
 
 def _acknowledge_first() -> Iterator[None]:
-    inner = server._commit
+    """Of eight turns seven are answered at once."""
+    inner = Commits.begin
+    turns = itertools.count(1)
 
-    async def later(*args: Any) -> None:
-        later.turn += 1  # type: ignore[attr-defined]
-        if later.turn % 8 == 0:  # type: ignore[attr-defined]
-            await inner(*args)
+    def begin(self: Any) -> Any:
+        if next(turns) % 8 == 0:
+            return inner(self)
+        answers, self._waiting = self._waiting, []
+        return answers
 
-    later.turn = 0  # type: ignore[attr-defined]
-    server._commit = later
+    Commits.begin = begin  # type: ignore[method-assign]
     yield
-    server._commit = inner
+    Commits.begin = inner  # type: ignore[method-assign]
+
+
+def _any_commit() -> Iterator[None]:
+    """The end of a write lets everything go that waits by then, also what came while it went on."""
+    inner = Commits.ended
+
+    def ended(self: Any) -> Any:
+        answers = inner(self)
+        if answers:
+            answers, self._waiting = answers + self._waiting, []
+        return answers
+
+    Commits.ended = ended  # type: ignore[method-assign]
+    yield
+    Commits.ended = inner  # type: ignore[method-assign]
 
 
 def _no_journal() -> Iterator[None]:
@@ -512,6 +548,7 @@ def _no_fence() -> Iterator[None]:
 
 GUARDS: dict[str, Callable[[], Iterator[None]]] = {
     "fsync before the ack": _acknowledge_first,
+    "its own fsync before the ack": _any_commit,
     "the journal of assignments": _no_journal,
     "one group per key": _no_dedup,
     "the consumed keys": _no_consumed_keys,

@@ -97,10 +97,10 @@ print(wall - time.time() > 86000, time.monotonic() - steady < 1000)
 def test_a_guard_is_out_where_it_was_asked_for(tmp_path):
     program = """
 import orchestrator.server as server
-print(server._commit.__qualname__)
+print(server.Commits.begin.__name__)
 """
-    assert "later" in run(program, tmp_path, WITHOUT="fsync before the ack").stdout
-    assert run(program, tmp_path).stdout.strip() == "_commit"
+    assert "answer_at_once" in run(program, tmp_path, WITHOUT="fsync before the ack").stdout
+    assert run(program, tmp_path).stdout.strip() == "begin"
 
 
 def test_half_a_line_of_a_process_that_was_killed_is_passed_over(tmp_path):

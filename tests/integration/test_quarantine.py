@@ -11,8 +11,8 @@ import pytest
 from async_rl.errors import Malformed
 from async_rl.procs import Child
 from async_rl.wire import Standing
+from orchestrator.framing import committed_bodies
 from orchestrator.records import Arrived, Quarantined, Record, decode_record
-from orchestrator.spool import committed_bodies
 from tests import liar
 from tests.runs import LocalRun
 

@@ -82,6 +82,10 @@ BAD = {
         of(good(), good(length=5, spans=((4, 4),))),
         "shape",
     ),
+    "a span too many, that the next sample lacks": (
+        of(good(spans=((4, 4), (4, 4))), good(spans=())),
+        "shape",
+    ),
     "spans of a negative length": (of(good(), good(spans=((4, 6), (5, -2)))), "shape"),
     "half a span": (of(good(), good(spans=((4, 4), (5,)))), "shape"),
     "no spans": (of(good(), good(spans=((),))), "shape"),

@@ -11,10 +11,19 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from async_rl import wire
 from async_rl.errors import ConfigError
 from async_rl.transport.link import ask_status
 from async_rl.transport.zmq import ZmqListener
-from orchestrator.config import OrchestratorConfig, SamplingConfig, check_bind, check_sizes, groups_that_fit
+from orchestrator.config import (
+    OrchestratorConfig,
+    SamplingConfig,
+    _group_bytes,
+    check_bind,
+    check_sizes,
+    groups_that_fit,
+)
+from tests.orchestration import group, sample, train_key
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 20.0
@@ -97,4 +106,17 @@ def test_groups_that_no_message_holds_are_refused_before_anything_is_generated()
         check_sizes(msgspec.structs.replace(fits, group_size=100))
     assert "fewer or shorter samples" in caught.value.hint
     assert groups_that_fit(fits, OrchestratorConfig(batch_groups=100)) == 100
-    assert groups_that_fit(fits, OrchestratorConfig(batch_groups=1024)) == 288, "if all samples are as long"
+    assert groups_that_fit(fits, OrchestratorConfig(batch_groups=1024)) == 185, "if all samples are as long"
+
+
+def test_a_group_counts_with_its_text():
+    """What is compared with the limits is what a group of full length is on the wire."""
+    n, length = 2, 4000
+    whole = sample(0, length=length, text="word " * length)
+    done = wire.GroupDone(1, group(train_key(0), samples=(whole,) * n))
+    counted = _group_bytes(SamplingConfig(group_size=n, max_tokens=length))
+    assert len(wire.encode(done)) == pytest.approx(counted, rel=0.01)
+    fits = SamplingConfig(group_size=n, max_tokens=wire.MAX_MESSAGE_BYTES // n // 14)
+    check_sizes(fits)
+    with pytest.raises(ConfigError, match="with their text"):
+        check_sizes(msgspec.structs.replace(fits, max_tokens=fits.max_tokens + 1))

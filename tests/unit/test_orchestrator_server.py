@@ -13,7 +13,8 @@ import pytest
 from async_rl import wire
 from async_rl.errors import StoreUnavailable
 from async_rl.transport.memory import MemoryNetwork
-from orchestrator import server
+from orchestrator import commits, server
+from orchestrator.commits import Commits
 from orchestrator.config import EvalConfig, VerifyConfig
 from orchestrator.hours import Hours
 from orchestrator.records import Leased
@@ -75,16 +76,20 @@ class Counted(MemoryJournal):
 
 
 def test_a_turn_takes_what_is_there_until_as_much_waits_to_be_written_as_memory_should_hold(monkeypatch):
-    monkeypatch.setattr(server, "BYTES_PER_TURN", 100)
+    monkeypatch.setattr(commits, "BYTES_PER_COMMIT", 100)
     journal, there = Counted(), iter(range(1, 9))
     listener = SimpleNamespace(recv_now=lambda: next(there, None))
+    taking = Commits(journal, full_wait_s=1.0, stop=asyncio.Event())
     taken = []
-    for each in server._with_more(0, listener, journal):
+    for each in server._with_more(0, listener, taking):
         taken.append(each)
         journal.unwritten += 40
-    assert taken == [0, 1, 2], "the next ones are of the next turn"
+    assert taken == [0, 1, 2], "the next ones are of the next commit"
     journal.unwritten = 0
-    assert list(server._with_more(3, listener, journal)) == [3, 3, 4, 5, 6, 7, 8]
+    assert list(server._with_more(3, listener, taking)) == [3, 3, 4, 5, 6, 7, 8]
+    monkeypatch.setattr(server, "MESSAGES_PER_TURN", 2)
+    listener.recv_now = lambda: 1
+    assert list(server._with_more(0, listener, taking)) == [0, 1]
 
 
 class NoRoom(MemoryJournal):
@@ -101,7 +106,7 @@ class NoRoom(MemoryJournal):
         self.refused["begin"] += 1
         raise StoreUnavailable("the disk is full")
 
-    def commit(self):
+    def write(self):
         if len(self.records) and not self.refused["commit"]:
             self.refused["commit"] += 1
             raise StoreUnavailable("the disk is full")
@@ -109,7 +114,7 @@ class NoRoom(MemoryJournal):
 
 @pytest.mark.parametrize("journal", [MemoryJournal, NoRoom])
 async def test_a_run_from_attach_to_finished(journal, monkeypatch):
-    monkeypatch.setattr(server, "FULL_PAUSE_S", 0.01)
+    monkeypatch.setattr(commits, "FULL_PAUSE_S", 0.01)
     monkeypatch.setattr(server, "ROTATE_PAUSE_S", 0.0)
     network = MemoryNetwork()
     listener = network.bind("memory://orchestrator")
@@ -218,7 +223,7 @@ class FullForMinutes(MemoryJournal):
         super().__init__()
         self.clock_s, self.full = 1000.0, full
 
-    def commit(self):
+    def write(self):
         if self.full and any(isinstance(record, Leased) for record in self.records):
             self.clock_s += 100.0
             self.full -= 1
@@ -226,7 +231,7 @@ class FullForMinutes(MemoryJournal):
 
 
 async def test_after_minutes_of_a_full_disk_nobody_was_silent_and_no_lease_has_expired(monkeypatch):
-    monkeypatch.setattr(server, "FULL_PAUSE_S", 0.01)
+    monkeypatch.setattr(commits, "FULL_PAUSE_S", 0.01)
     network, journal = MemoryNetwork(), FullForMinutes(3)
     listener = network.bind()
     play = Play(journal=journal)

@@ -106,6 +106,51 @@ def test_what_waits_for_a_commit_is_counted_and_written_by_it(folder):
     assert spool.unwritten == 0
 
 
+def test_what_is_appended_while_a_write_goes_on_is_of_the_next_one(folder, monkeypatch):
+    spool, _ = opened(folder)
+    places = [spool.append(arrived(0))]
+    assert spool.seal()
+    write = os.pwritev
+
+    def meanwhile(file, parts, offset):
+        if len(places) == 1:
+            places.append(spool.append(arrived(1)))
+            assert [spool.read(place).ordinal for place in places] == [0, 1], "neither is on the disk yet"
+        return write(file, parts, offset)
+
+    monkeypatch.setattr(os, "pwritev", meanwhile)
+    spool.write()
+    assert spool.pending and spool.unwritten > places[1].size
+    on_disk = newest(folder).read_bytes()
+    assert len(on_disk) == places[1].offset - 16, "a header and a body, and then nothing"
+    assert [spool.read(place).ordinal for place in places] == [0, 1]
+    spool.close()
+    assert [place for record, place in opened(folder)[1] if isinstance(record, Arrived)] == places
+
+
+def test_what_was_sealed_is_what_must_be_on_the_disk(folder):
+    spool, _ = opened(folder)
+    spool.append(Leased(7, 0, "w1", 0))
+    assert not spool.seal(), "a lease that is lost is given twice, and that is all"
+    spool.append(arrived(0))
+    assert spool.pending and spool.seal() and spool.pending
+    spool.write()
+    assert not spool.pending and spool.unwritten == 0
+    spool.close()
+
+
+def test_a_group_lies_in_the_file_as_its_worker_encoded_it(folder):
+    spool, _ = opened(folder)
+    body = encode_group(group(train_key(3)))
+    padded = bytes([body[0] + 1]) + body[1:] + b"\xa3new"  # a field of a release to come
+    record = msgspec.structs.replace(arrived(3), group=msgspec.Raw(memoryview(b"??" + padded)[2:]))
+    place = spool.append(record)
+    spool.commit()
+    assert padded in newest(folder).read_bytes()
+    assert spool.read(place) == record and group_of(spool.read(place)) == group(train_key(3))
+    spool.close()
+
+
 @pytest.mark.parametrize("where", ["head", "body"])
 def test_a_damaged_record_is_passed_over_and_counted(folder, where):
     _, second, _ = write(folder, arrived(0), arrived(1), arrived(2))
@@ -192,23 +237,23 @@ def test_a_full_disk_loses_nothing_and_is_tried_again(folder, monkeypatch):
     spool, _ = opened(folder)
     place = spool.append(arrived(0))
     room = [30]
-    write = os.pwrite
+    write = os.pwritev
 
-    def small_disk(file, data, offset):
+    def small_disk(file, parts, offset):
         if not room[0]:
             raise OSError(errno.ENOSPC, "no space")
-        wrote = write(file, data[: room[0]], offset)
+        wrote = write(file, [b"".join(parts)[: room[0]]], offset)
         room[0] -= wrote
         return wrote
 
-    monkeypatch.setattr(os, "pwrite", small_disk)
+    monkeypatch.setattr(os, "pwritev", small_disk)
     for _ in range(2):
         with pytest.raises(StoreUnavailable, match="is full"):
             spool.commit()
         assert spool.pending
         assert spool.read(place).ordinal == 0, "what waits for the disk can be read"
         room[0] = 10
-    monkeypatch.setattr(os, "pwrite", write)
+    monkeypatch.setattr(os, "pwritev", write)
     spool.append(arrived(1))
     spool.commit()
     spool.close()

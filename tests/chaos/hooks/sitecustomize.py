@@ -134,16 +134,17 @@ def around_async(holder: Any, name: str, label: Any, done: Any = None) -> None:
 
 
 def spool(module: Any) -> None:
-    write = module.os.pwrite
+    write = module.os.pwritev
 
-    def in_halves(file: int, data: Any, offset: int) -> int:
-        if len(data) > 1 and any(passed["write:half"] + 1 == n for n, _ in KILLS.get("write:half", ())):
-            write(file, data[: len(data) // 2], offset)
+    def in_halves(file: int, parts: Any, offset: int) -> int:
+        if any(passed["write:half"] + 1 == n for n, _ in KILLS.get("write:half", ())):
+            data = b"".join(parts)
+            write(file, [data[: len(data) // 2]], offset)
         point("write:half")
-        return write(file, data, offset)
+        return write(file, parts, offset)
 
-    around(module.Spool, "_write_pending", lambda self: "write" if self._pending else "")
-    around(module.Spool, "commit", lambda self: "commit" if self._dirty else "")
+    around(module.Spool, "_write_sealed", lambda self: "write" if self._sealed else "")
+    around(module.Spool, "write", lambda self: "commit" if self._sealed_dirty else "")
     around(module.Spool, "begin", "segment")
     append = module.Spool.append
 
@@ -155,7 +156,7 @@ def spool(module: Any) -> None:
     module.Spool.append = noted
 
     class Os:
-        pwrite = staticmethod(in_halves)
+        pwritev = staticmethod(in_halves)
 
         def __getattr__(self, name: str) -> Any:
             return getattr(os, name)

@@ -21,12 +21,14 @@ def take_out(names: Iterable[str], role: str) -> None:
 
 def _never_commit() -> None:
     """SIGKILL leaves what was written: without a write, it is as lost as in a power cut."""
-    from orchestrator import server
+    from orchestrator.commits import Commits
 
-    async def later(*_: Any) -> None:
-        pass
+    def answer_at_once(self: Any) -> Any:
+        answers, self._waiting = self._waiting, []
+        self._messages = 0
+        return answers
 
-    server._commit = later
+    Commits.begin = answer_at_once
 
 
 def _no_fence() -> None:
