@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 
 __all__ = ["settle_heap"]
@@ -16,3 +17,5 @@ def settle_heap() -> None:
     """
     gc.collect()
     gc.freeze()
+    # The interpreter's own last collection frees modules in an order that libraries count on (nanobind reports leaks).
+    atexit.register(gc.unfreeze)
