@@ -17,5 +17,5 @@ def settle_heap() -> None:
     """
     gc.collect()
     gc.freeze()
-    # The interpreter's own last collection frees modules in an order that libraries count on (nanobind reports leaks).
+    # The interpreter's last collection takes modules apart, and libraries count on it: nanobind reports leaks.
     atexit.register(gc.unfreeze)
