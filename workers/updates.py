@@ -40,15 +40,8 @@ def train_batch(
     """Collective: `samples` of the whole batch, the same on every rank. `slots`: to be measured. `lap` is called
     after each part with its name."""
     parts = minibatches_of(samples, trainer.minibatches)
-    rows = [
-        pack(
-            part,
-            trainer.microbatch_tokens,
-            group.size,
-            share=learner.shares_prompts,
-        )[group.rank]
-        for part in parts
-    ]
+    limit, share = trainer.microbatch_tokens, learner.shares_prompts
+    rows = [pack(part, limit, group.size, share=share)[group.rank] for part in parts]
     proximal = _proximal(learner, rows)
     lap("forward_backward")
     updates, made = [], 0
