@@ -24,6 +24,7 @@ from typing import Literal
 
 from async_rl.envs import EnvironmentConfig, make_environment
 from async_rl.errors import AsyncRLError, EngineError, Malformed, Refused, WaitTimeout
+from async_rl.heap import settle_heap
 from async_rl.log import get_logger
 from async_rl.threads import in_daemon_thread
 from async_rl.transport.base import Dialer
@@ -160,6 +161,7 @@ class RolloutWorker:
         began = time.monotonic()
         await self.engine.start(folder, local.version)
         self.following.served_step = local.step
+        settle_heap()
         log.info("engine ready", version=local.version, took_s=time.monotonic() - began)
 
     @property

@@ -33,6 +33,7 @@ from async_rl.algo.advantages import AdvantageConfig
 from async_rl.algo.losses import LossConfig
 from async_rl.errors import TrainingError
 from async_rl.exporter import MetricsConfig
+from async_rl.heap import settle_heap
 from async_rl.log import get_logger
 from async_rl.store import StoreConfig, open_store
 from async_rl.transport.keys import ClientKey
@@ -157,6 +158,7 @@ def run_rank(
                 adapters=learner.adapters,
             )
         )
+        settle_heap()
         progress = _train(
             _Parts(group, learner, publisher, feed, lineage, saver, lead),
             trainer,

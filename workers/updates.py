@@ -50,10 +50,8 @@ def train_batch(
     """Collective: `samples` of the whole batch, the same on every rank. `slots`: to be measured. `lap` is called
     after each part with its name. `step`: steps done, which says what share comes first."""
     parts = in_turn(minibatches_of(samples, trainer.minibatches), step)
-    rows = [
-        pack(part, trainer.microbatch_tokens, group.size, share=learner.shares_prompts)[group.rank]
-        for part in parts
-    ]
+    limit, share = trainer.microbatch_tokens, learner.shares_prompts
+    rows = [pack(part, limit, group.size, share=share)[group.rank] for part in parts]
     before = None
     if len(parts) > 1 and learner.wants_proximal:
         before = _before(learner, group, rows, slots)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import weakref
 from types import SimpleNamespace
 
@@ -190,6 +191,18 @@ def test_who_keeps_a_parameter_besides_its_module_is_found():
     view = model.embed.weight.data[2:]
     assert "embed.weight" in kept_elsewhere(model)
     del view
+
+
+def test_a_keeper_that_was_frozen_is_found_and_what_was_frozen_is_frozen_again():
+    model = started(True, 1)
+    keeper = {"sinks": model.layers[0].bias}
+    gc.freeze()
+    try:
+        assert "a dict" in kept_elsewhere(model)
+        assert gc.get_freeze_count()
+    finally:
+        gc.unfreeze()
+        keeper.clear()
 
 
 # ------------------------------------------------------------------ what the engine makes of its processes' answers

@@ -133,9 +133,19 @@ def kept_elsewhere(model: nn.Module) -> str:
     """Who else keeps a parameter of `model`, or a tensor on the same storage: in words, or empty.
 
     Looks at every object the garbage collector knows (some 0.3 s in a process with vLLM), so once, before the
-    model serves.
+    model serves. vLLM freezes what its start has left, and what is frozen is not listed: it is thawed for the look.
     """
+    frozen = gc.get_freeze_count()
+    gc.unfreeze()
     gc.collect()
+    try:
+        return _keeper(model)
+    finally:
+        if frozen:
+            gc.freeze()
+
+
+def _keeper(model: nn.Module) -> str:
     names = {id(each): name for name, each in model.named_parameters()}
     homes = {id(module._parameters) for module in model.modules()}
     storages = {
