@@ -149,8 +149,7 @@ class GroupLedger(LedgerState):
         """The next prompt for a worker that serves `version`; None while admission says no."""
         if not self.may_lease(version, now):
             return None
-        waiting = next(self._pool.waiting, None)
-        lease = self._pool.next_lease()
+        waiting, lease = next(self._pool.waiting, None), self._pool.next_lease()
         ordinal = waiting.ordinal if waiting is not None else self.frontier
         self._write(Leased(lease, ordinal, worker, version), now)
         return self._pool.get(lease, worker)
@@ -249,8 +248,7 @@ class GroupLedger(LedgerState):
         now: float,
         body: bytes | memoryview | None = None,
     ) -> Delivery:
-        """Take an examined group whose lease the pool expects. `versions`: of each sample, as Stored has them.
-        `body`: its encoding, if there is one already."""
+        """Take an examined group whose lease the pool expects. `versions`: of each sample. `body`: its encoding."""
         key = group.key
         if not self._pool.expects(lease, key, worker):
             raise ValueError(f"lease {lease} of {worker} is not expected for {key}")

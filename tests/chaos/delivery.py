@@ -45,6 +45,7 @@ CONFIG = OrchestratorConfig(
 )
 SEGMENT_BYTES = 6000
 IDLE_LIMIT = 2000
+MESSAGE_LIMIT = 20_000
 ENOUGH_FAULTS = 5
 """The run need not go on."""
 WORKER = b"w1:1"
@@ -149,7 +150,8 @@ class World:
         # the worker
         self.work: dict[int, wire.Lease] = {}
         self.unacknowledged: dict[int, AnyMessage] = {}
-        self.acknowledged: set[int] = set()
+        self.acknowledged: dict[int, int] = {}  # of each ordinal, the lease whose group was, first
+        self.trained: dict[int, float] = {}  # of each ordinal, the lease whose group was, last
         self.served = 0
         self.finished = False
         self.trainer = self.new_trainer()
@@ -254,6 +256,7 @@ class World:
         if any(lag > self.config.max_lag for lags in batch.lags for lag in lags):
             self.faults.append(f"step {t.step}: lags {batch.lags}")
         self.history[t.step] = ordinals
+        self.trained |= {made.key.ordinal: made.generate_s for made in batch.groups}
         self.reach("trainer")
         t.step, t.frontier, t.open = t.step + 1, batch.frontier, batch.open
         if t.step == self.steps:
@@ -287,7 +290,7 @@ class World:
             case wire.Lease(lease=lease):
                 self.work[lease] = message
             case wire.Ack(lease=lease, key=key):
-                self.acknowledged.add(key.ordinal)
+                self.acknowledged.setdefault(key.ordinal, lease)
                 self.unacknowledged.pop(lease, None)
             case wire.Nack(lease=lease):
                 self.unacknowledged.pop(lease, None)
@@ -300,7 +303,7 @@ class World:
         for lease, wanted in self.work.items():
             if lease % 3 or self.now % 8 < 1:
                 del self.work[lease]
-                done = wire.GroupDone(lease, group(wanted.key, self.served, n=2))
+                done = wire.GroupDone(lease, group(wanted.key, self.served, n=2, generate_s=float(lease)))
                 self.unacknowledged[lease] = done
                 self.queue.append((WORKER, done))
                 return True
@@ -350,7 +353,7 @@ class World:
     async def slow_disk(self, write: Callable[[], None]) -> None:
         """Every write takes another time, in turns of the loop, which goes on meanwhile."""
         self.points["write"] += 1
-        for _ in range(self.points["write"] * 3 % 7):
+        for _ in range(self.points["write"] * 5 % 17):
             await asyncio.sleep(0)
         write()
 
@@ -384,9 +387,16 @@ class World:
         ledger = self.left._ledger
         waiting = {key.ordinal for key in ledger._buffer}
         prompts = {key.ordinal for key in ledger.pool}
-        missing = self.acknowledged - set(trained) - waiting
+        missing = set(self.acknowledged) - set(trained) - waiting
         if len(missing) > ledger.dropped["lag"]:
             found.append(f"acknowledged and lost: {sorted(missing)}; dropped {dict(ledger.dropped)}")
+        made_again = [
+            ordinal
+            for ordinal in trained
+            if self.trained[ordinal] != self.acknowledged.get(ordinal, self.trained[ordinal])
+        ]
+        if made_again:
+            found.append(f"acknowledged, lost, and made again: {made_again}")
         unseen = set(range(max(trained) + 1)) - set(trained) - waiting - prompts
         if len(unseen) > ledger.dropped["lag"]:
             found.append(f"prompts lost: {sorted(unseen)}; dropped {dict(ledger.dropped)}")
@@ -413,6 +423,9 @@ class _Listener:
         return self._next() if self._world.queue else None
 
     def _next(self) -> tuple[bytes, AnyMessage]:
+        self._world.points["message"] += 1
+        if self._world.points["message"] > MESSAGE_LIMIT:
+            raise AssertionError("they talk without end")  # without some guards
         peer, message = self._world.queue.popleft()
         return peer, wire.decode(wire.encode(message), wire.MAX_BATCH_BYTES)
 
@@ -472,19 +485,18 @@ def _acknowledge_first() -> Iterator[None]:
     Commits.begin = inner  # type: ignore[method-assign]
 
 
-def _any_commit() -> Iterator[None]:
-    """The end of a write lets everything go that waits by then, also what came while it went on."""
-    inner = Commits.ended
+def _as_the_write_begins() -> Iterator[None]:
+    """An answer does not wait for the end of its commit."""
+    inner = Commits.begin
 
-    def ended(self: Any) -> Any:
-        answers = inner(self)
-        if answers:
-            answers, self._waiting = answers + self._waiting, []
-        return answers
+    def begin(self: Any) -> Any:
+        at_once = inner(self)
+        answers, self._sealed = self._sealed, []
+        return at_once + answers
 
-    Commits.ended = ended  # type: ignore[method-assign]
+    Commits.begin = begin  # type: ignore[method-assign]
     yield
-    Commits.ended = inner  # type: ignore[method-assign]
+    Commits.begin = inner  # type: ignore[method-assign]
 
 
 def _no_journal() -> Iterator[None]:
@@ -548,7 +560,7 @@ def _no_fence() -> Iterator[None]:
 
 GUARDS: dict[str, Callable[[], Iterator[None]]] = {
     "fsync before the ack": _acknowledge_first,
-    "its own fsync before the ack": _any_commit,
+    "the end of the fsync before the ack": _as_the_write_begins,
     "the journal of assignments": _no_journal,
     "one group per key": _no_dedup,
     "the consumed keys": _no_consumed_keys,

@@ -9,7 +9,7 @@ import pytest
 
 from tests.chaos.delivery import GUARDS, Case, play, points_of, without
 
-ONE_IN = 11
+ONE_IN = 16
 KEPT = (0.0, 0.5, 1.0)
 
 
