@@ -339,7 +339,7 @@ def tokens_of(samples: list[TrainSample], workers: int) -> list[float]:
 
 
 def test_one_share_of_a_batch_measures_workers_and_each_in_its_turn(model: Path, group: RankGroup):
-    """At a learning rate of 0 the others would give the same, at any other they would not."""
+    """By the policy before the first update, as if there were one share."""
     samples = of_workers(near_samples(model, 8), 4)
     wanted = tokens_of(samples, 4)
     for step in range(5):
