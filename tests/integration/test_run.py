@@ -92,7 +92,8 @@ def test_workers_join_and_die_and_the_run_goes_on_until_ctrl_c_which_leaves_no_p
     tmp_path: Path, s3_url: str, tiny_model: Path
 ):
     """A second worker is used within one version of being ready; kill -9 of either does not end the run."""
-    with LocalRun(tmp_path, s3_url, tiny_model, trainer={"steps": 400}, environment=PACED) as run:
+    settings = {"trainer": {"steps": 400}, "orchestrator": {"heartbeat_s": 1.0}, "environment": PACED}
+    with LocalRun(tmp_path, s3_url, tiny_model, **settings) as run:
         trainer = run.start_trainer()
         first = run.start_worker("first")
         run.wait("three steps", lambda: run.steps() >= 3, START_S, trainer, first)
