@@ -1,6 +1,6 @@
 """The memory of a whole run with a real model of 135 million weights, all of them trained: a limit of 8 GB.
 
-The run is examples/smollm2.toml as it stands, but for its length: an S3 server, a trainer with its orchestrator, a
+The run is examples/smollm2 as it stands, but for its length: an S3 server, a trainer with its orchestrator, a
 rollout worker with vLLM, each a process of its own. Three optimizer steps, each one a version that the worker takes
 over while it generates. All processes' memory is read five times a second (memory_watch.py), from the first one's
 start to the last one's end, and added up.
@@ -33,11 +33,11 @@ from tests.bench.peers.runs import ROOT
 from tests.bench.real_models import INSTALL, missing_packages
 from tests.runs import LocalRun
 
-__all__ = ["Phase", "phases_of", "process_name", "run", "served_versions"]
+__all__ = ["Phase", "example_tables", "phases_of", "process_name", "run", "served_versions"]
 
 LIMIT_GB = 8.0
 STEPS = 3
-EXAMPLE = ROOT / "examples" / "smollm2.toml"
+EXAMPLE = ROOT / "examples" / "smollm2" / "run.toml"
 MODEL_LIMIT_S = 300.0
 """For reading 100 MB of GGUF and writing 270 MB: seconds, and minutes on a machine that others use."""
 START_LIMIT_S = 300.0
@@ -91,10 +91,8 @@ def run(scratch: Path, console: Console) -> list[Claim]:
 
 def measure(scratch: Path, model: Path) -> Measured:
     """Raises AssertionError, with the ends of the logs, where the run does not do what it should."""
-    tables = tomllib.loads(EXAMPLE.read_text(encoding="utf-8"))
+    tables = example_tables(model)
     worker_settings = tables.pop("rollout") | {"cpu_bind": last_core()}
-    for section, changes in _changes(model).items():
-        tables[section] |= changes
     options = [
         arg
         for key, value in worker_settings.items()
@@ -105,6 +103,13 @@ def measure(scratch: Path, model: Path) -> Measured:
     with MemoryWatch(lambda: dict(roots), process_name) as watch, server:
         roots[server.pid] = "S3 server"
         os.environ.update(server.env)
+        # The processes start in folders of their own, and find our modules and the example's reward all the same.
+        paths = [
+            str(ROOT),
+            str(EXAMPLE.parent),
+            *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)),
+        ]
+        os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
         with LocalRun(scratch / "run", f"{server.url}/size", model, **tables) as local:
             trainer = local.start_trainer()
             roots[trainer.pid] = "trainer"
@@ -121,15 +126,15 @@ def measure(scratch: Path, model: Path) -> Measured:
             return Measured(local.metrics(), watch.readings, serving, served, deltas, full)
 
 
-def _changes(model: Path) -> dict[str, dict[str, Any]]:
-    """What the bench does otherwise than the example."""
-    return {
-        "run": {},
-        "model": {"path": str(model)},
-        "orchestrator": {},
-        "trainer": {"steps": STEPS, "out": "out"},
-        "eval": {"prompts": 16},
-    }
+def example_tables(model: Path) -> dict[str, dict[str, Any]]:
+    """The example, but for its places and its length."""
+    tables: dict[str, dict[str, Any]] = tomllib.loads(EXAMPLE.read_text(encoding="utf-8"))
+    del tables["run"]["store"], tables["orchestrator"]["bind"]  # LocalRun has its own
+    tables["model"]["path"] = str(model)
+    tables["environment"]["args"]["path"] = str(EXAMPLE.parent / "questions.jsonl")
+    tables["trainer"] |= {"steps": STEPS, "out": "out"}
+    tables["eval"]["prompts"] = 16
+    return tables
 
 
 def process_name(parent: str, command: str) -> str:

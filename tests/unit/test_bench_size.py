@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from async_rl.cli.runfile import read_run_file
+from async_rl.envs import make_environment
+from async_rl.wire import Message, Prompt
 from tests.bench import memory_watch
 from tests.bench.memory_watch import (
     SHARED,
@@ -19,7 +23,7 @@ from tests.bench.memory_watch import (
     pss_bytes,
     shared_bytes,
 )
-from tests.bench.size import EXAMPLE, phases_of, process_name, served_versions
+from tests.bench.size import EXAMPLE, example_tables, phases_of, process_name, served_versions
 
 
 def fake_process(proc: Path, pid: int, parent: int, command: str, pss_kib: int = 0) -> None:
@@ -122,17 +126,38 @@ def test_a_peak_belongs_to_the_phase_in_which_it_was_read() -> None:
 
 def test_versions_that_a_worker_took_over_are_read_from_its_log() -> None:
     log = (
-        "12:00:00 INFO  workers.rollout_versions: version served  version=1 step=1 pause_s=0.012\n"
-        "12:00:01 INFO  somewhere: other  version=7\n"
-        "12:00:09 INFO  workers.rollout_versions: version served  version=2 step=2 pause_s=1e-3\n"
+        "12:00:00.123 rollout w1 INFO version served version=1 step=1 pause_s=0.012\n"
+        "12:00:01.123 rollout w1 INFO no new version could be had version=7\n"
+        "12:00:09.123 rollout w1 INFO version served version=2 step=2 pause_s=1e-3\n"
     )
     assert served_versions(log) == [(1, 0.012), (2, 0.001)]
 
 
-def test_the_example_that_is_measured_is_a_run_file_that_trains_all_weights_of_a_model() -> None:
+def test_the_example_that_is_measured_trains_all_weights_on_a_task_that_works_in_its_own_folder(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(EXAMPLE.parent)
+    monkeypatch.syspath_prepend(str(EXAMPLE.parent))
     config = read_run_file(EXAMPLE)
-    assert (
-        config.model.lora_rank == 0
-        and config.trainer.optimizer == "adamw"
-        and config.trainer.offload == "none"
-    )
+    assert config.model.lora_rank == 0 and config.trainer.optimizer == "adamw"
+    environment = make_environment(config.environment)
+    assert environment.prompt("eval", 0).answer
+    prompt = Prompt((Message("user", "Which is the highest mountain?"),), answer="Mount Everest")
+    for completion, reward in (
+        ("mount everest.", 1.0),
+        ("It is Everest", 0.4),
+        ("Mount Mount", 0.5),
+        ("", 0),
+    ):
+        assert asyncio.run(environment.reward(prompt, completion)) == pytest.approx(reward)
+
+
+def test_what_is_measured_is_the_example_but_for_places_and_length(tmp_path: Path) -> None:
+    changed, example = example_tables(tmp_path), tomllib.loads(EXAMPLE.read_text())
+    places = {"run.store", "orchestrator.bind", "model.path", "environment.args"}
+    assert {
+        f"{section}.{key}"
+        for section, table in example.items()
+        for key, value in table.items()
+        if changed[section].get(key) != value
+    } == {*places, "trainer.steps", "eval.prompts"}
