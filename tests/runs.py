@@ -29,7 +29,7 @@ PAUSE_S = 0.2
 class LocalRun:
     """`settings` are run-file tables; they are laid over small, quick defaults."""
 
-    def __init__(self, folder: Path, store_url: str, model: Path, **settings: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, store_url: str, model: Path, /, **settings: dict[str, Any]) -> None:
         self.folder = folder
         self.store_url = store_url
         self.address = f"tcp://127.0.0.1:{free_ports(1)[0]}"

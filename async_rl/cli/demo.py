@@ -36,7 +36,7 @@ __all__ = ["command", "fresh_folder", "run_tables"]
 GOAL = 0.90
 """Held-out reward at which the demo has shown what it is for."""
 
-LORA = ("model.lora_rank=16", "trainer.learning_rate=RATE")
+LORA = ("model.lora_rank=16", "trainer.learning_rate=2e-3")
 """What `--lora` stands for. Adapters want a learning rate of their own; this one was found for this model."""
 
 LIMIT_S = 3600.0
@@ -64,9 +64,7 @@ ANSWER_S = 2.0
 )
 @click.option("--lora", is_flag=True, help="Train adapters of rank 16 in the place of the weights.")
 @set_option
-def command(
-    folder: Path, engine: str, steps: int | None, lora: bool, overrides: tuple[str, ...]
-) -> None:
+def command(folder: Path, engine: str, steps: int | None, lora: bool, overrides: tuple[str, ...]) -> None:
     """Run everything on this machine: a language model learns to reverse strings.
 
     A local S3 server, a trainer and a vLLM rollout worker, as separate processes. About five minutes on two
