@@ -36,7 +36,7 @@ __all__ = ["command", "fresh_folder", "run_tables"]
 GOAL = 0.90
 """Held-out reward at which the demo has shown what it is for."""
 
-LORA = ("model.lora_rank=16", "trainer.learning_rate=2e-3")
+LORA = ("model.lora_rank=16", "trainer.learning_rate=1e-3")
 """What `--lora` stands for. Adapters want a learning rate of their own; this one was found for this model."""
 
 LIMIT_S = 3600.0
