@@ -160,4 +160,4 @@ def test_what_is_measured_is_the_example_but_for_places_and_length(tmp_path: Pat
         for section, table in example.items()
         for key, value in table.items()
         if changed[section].get(key) != value
-    } == {*places, "trainer.steps", "eval.prompts"}
+    } == {*places, "trainer.steps", "orchestrator.batch_groups", "eval.prompts"}
