@@ -15,8 +15,6 @@ from tests.bench.simulated import Settings, Simulated
 from tests.learner_support import CPU
 from workers.process_group import rank_group
 
-STEPS = 30
-
 
 class Letters:
     """The reward is the share of lower-case letters: a model that knows nothing is right now and then."""
@@ -39,15 +37,17 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(("lora_rank", "learning_rate"), [(0, 3e-4), (16, 1e-3)], ids=["full", "adapters"])
-def test_a_run_learns(tiny_model: Path, lora_rank: int, learning_rate: float):
+@pytest.mark.parametrize(
+    ("lora_rank", "learning_rate", "count"), [(0, 3e-4, 20), (16, 1e-3, 30)], ids=["full", "adapters"]
+)
+def test_a_run_learns(tiny_model: Path, lora_rank: int, learning_rate: float, count: int):
     settings = Settings(
         tiny_model,
         EnvironmentConfig(f"{__name__}:Letters"),
         DppoTv(),
         max_lag=2,
         seed=1,
-        steps=STEPS,
+        steps=count,
         learning_rate=learning_rate,
         lora_rank=lora_rank,
     )
@@ -58,5 +58,5 @@ def test_a_run_learns(tiny_model: Path, lora_rank: int, learning_rate: float):
         before = run.held_out(0)
         steps = list(run.run())
         after = run.held_out(0)
-    assert len(steps) == STEPS and max(done.lag_max for done in steps) == 2
+    assert len(steps) == count and max(done.lag_max for done in steps) == 2
     assert before < 0.4 and after > before + 0.2, (before, after)
