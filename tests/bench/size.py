@@ -75,7 +75,8 @@ def run(scratch: Path, console: Console) -> list[Claim]:
         return []
     model = scratch / "model"
     argv = [sys.executable, "-m", "tests.bench.real_models", str(model)]
-    subprocess.run(argv, check=True, cwd=ROOT, timeout=MODEL_LIMIT_S)
+    quiet = os.environ | {"TQDM_DISABLE": "1"}
+    subprocess.run(argv, check=True, cwd=ROOT, env=quiet, timeout=MODEL_LIMIT_S)
     measured = measure(scratch, model)
     for table in (_memory(measured), _steps(measured)):
         console.print(table)
