@@ -41,7 +41,7 @@ class LocalRun:
     warm: ClassVar[WarmStart | None] = None
     """What forks the processes, in the tests that ask for it (`forked_starts`); None: each starts for itself."""
 
-    def __init__(self, folder: Path, store_url: str, model: Path, **settings: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, store_url: str, model: Path, /, **settings: dict[str, Any]) -> None:
         self.folder = folder
         self.store_url = store_url
         self.address = f"tcp://127.0.0.1:{free_ports(1)[0]}"

@@ -36,6 +36,9 @@ __all__ = ["command", "fresh_folder", "run_tables"]
 GOAL = 0.90
 """Held-out reward at which the demo has shown what it is for."""
 
+LORA = ("model.lora_rank=16", "trainer.learning_rate=1e-3")
+"""What `--lora` stands for. Adapters want a learning rate of their own; this one was found for this model."""
+
 LIMIT_S = 3600.0
 """Of the whole training. Every wait inside the processes has a shorter one of its own."""
 MODEL_LIMIT_S = 600.0
@@ -59,8 +62,9 @@ ANSWER_S = 2.0
 @click.option(
     "--steps", type=click.IntRange(min=1), help="Optimizer steps.  [default: as in examples/demo.toml]"
 )
+@click.option("--lora", is_flag=True, help="Train adapters of rank 16 in the place of the weights.")
 @set_option
-def command(folder: Path, engine: str, steps: int | None, overrides: tuple[str, ...]) -> None:
+def command(folder: Path, engine: str, steps: int | None, lora: bool, overrides: tuple[str, ...]) -> None:
     """Run everything on this machine: a language model learns to reverse strings.
 
     A local S3 server, a trainer and a vLLM rollout worker, as separate processes. About five minutes on two
@@ -70,6 +74,8 @@ def command(folder: Path, engine: str, steps: int | None, overrides: tuple[str, 
 
     from async_rl.log import setup
 
+    if lora:
+        overrides = (*LORA, *overrides)
     if steps is not None:
         overrides = (*overrides, f"trainer.steps={steps}")
     setup("demo", "ERROR")  # a store that had to be killed at the end is no news here

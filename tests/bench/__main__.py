@@ -30,6 +30,7 @@ BENCHES = {
     "overlap": "asynchronous step time against the slower of rollout and training",
     "pause": "the engine's pause for a new version against a full checkpoint inside it",
     "reward": "time to a reward of 0.9 on the reverse task, against TRL's GRPO with its own generation",
+    "size": "the memory of a whole run with a real model of 135M weights, all processes together",
     "stability": "reward at lag 0, 4, 8 of six losses, three seeds each",
     "sync": "publish to ready over a link of 200 Mbit/s and 40 ms, against others",
     "throughput": "the optimisation step alone against TRL's GRPO: tokens/s and memory",

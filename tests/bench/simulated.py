@@ -50,6 +50,7 @@ class Settings(NamedTuple):
     group_size: int = 8
     max_tokens: int = 6
     eval_prompts: int = 128
+    lora_rank: int = 0
 
 
 class StepDone(NamedTuple):
@@ -74,7 +75,7 @@ class Simulated:
             microbatch_tokens=1024,
         )
         self.learner = Learner(
-            ModelConfig(path=str(settings.model), dtype="float32"),
+            ModelConfig(path=str(settings.model), dtype="float32", lora_rank=settings.lora_rank),
             self._trainer,
             settings.loss,
             temperature=1.0,

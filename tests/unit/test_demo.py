@@ -5,11 +5,12 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.console import Console
 
 from async_rl.cli import demo_view
-from async_rl.cli.demo import fresh_folder, run_tables, run_toml
+from async_rl.cli.demo import LORA, fresh_folder, run_tables, run_toml
 from async_rl.cli.demo_view import Progress, Results, WeightSync, line, summary
 from async_rl.cli.plot import Metrics
 from async_rl.cli.runfile import read_run_file
@@ -89,6 +90,18 @@ def test_the_run_file_it_writes_reads_back_as_what_was_meant(tmp_path: Path):
     assert config.trainer.steps == 7 and config.eval.every == 3
     assert config.environment.args == {"min_length": 4, "max_length": 4, "alphabet": 'ab"c'}
     assert config.sampling.group_size == load_toml(ROOT / "examples/demo.toml")["sampling"]["group_size"]
+
+
+def test_with_adapters_the_rest_of_the_run_is_the_same_and_what_is_set_still_counts(tmp_path: Path):
+    path = tmp_path / "run.toml"
+    path.write_text(run_toml(run_tables(PLACES, ())))
+    whole = read_run_file(path)
+    path.write_text(run_toml(run_tables(PLACES, (*LORA, "model.lora_alpha=8"))))
+    adapted = read_run_file(path)
+    assert whole.model.lora_rank == 0 and adapted.model.lora_rank == 16 and adapted.model.lora_alpha == 8
+    assert adapted.trainer.learning_rate > whole.trainer.learning_rate
+    learning_rate = whole.trainer.learning_rate
+    assert msgspec.structs.replace(adapted.trainer, learning_rate=learning_rate) == whole.trainer
 
 
 def test_the_example_is_the_run_file_that_comes_with_the_package():
