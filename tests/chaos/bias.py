@@ -93,7 +93,7 @@ class Lengths(World):
         for lease, wanted in self.work.items():
             if self.due[lease] <= self.now:
                 del self.work[lease]
-                done = wire.GroupDone(lease, group(wanted.key, self.served, n=2))
+                done = wire.GroupDone(lease, group(wanted.key, self.served, n=2, generate_s=float(lease)))
                 self.unacknowledged[lease] = done
                 self.queue.append((delivery.WORKER, done))
                 return True

@@ -368,7 +368,7 @@ def test_rewards_that_differ_make_suspect_and_then_quarantined(split):
     evaluation = EvalConfig(every=1, prompts=4) if split == "eval" else None
     play = attached(verify=verify, evaluation=evaluation, rescoring_salt="salt")
     w1 = play.join(capacity=3)
-    for number, lease in enumerate(play.leases(w1)):
+    for number, lease in enumerate(play.leases(w1)[:3]):
         assert lease.key.split == split
         play.deliver(w1, lease)
         (rescoring,) = play.control.take_rescorings()
