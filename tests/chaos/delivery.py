@@ -279,7 +279,9 @@ class World:
 
     def to_worker(self, message: AnyMessage) -> None:
         match message:
-            case wire.Welcome(newest_version=newest):  # an Announce may have been lost; the store tells the same
+            case wire.Welcome(
+                newest_version=newest
+            ):  # an Announce may have been lost; the store tells the same
                 self.served = max(self.served, newest)
                 self.queue.append((WORKER, wire.Credit(6, self.served)))
                 self.queue += [(WORKER, message) for message in self.unacknowledged.values()]
