@@ -28,6 +28,7 @@ __all__ = ["FAULTS", "Site", "Still"]
 
 PAUSE_S = 0.1
 REPLACED_S = 40.0
+START_LIMIT_S = 180.0  # for a process that imports torch, on a busy machine
 """A trainer looks for newer ones at every publish, and every few seconds where it waits."""
 LEASE_S = 6.0
 SILENT_S = 2.5  # five heartbeats
@@ -199,7 +200,7 @@ class Site:
         self._kills += 1
         return f"{role} {point} {count} {self._kills}"
 
-    def wait(self, condition: Callable[[], bool], what: str, limit_s: float = 90.0) -> None:
+    def wait(self, condition: Callable[[], bool], what: str, limit_s: float = START_LIMIT_S) -> None:
         """Supervising meanwhile."""
         deadline = time.monotonic() + limit_s
         while not condition():
