@@ -28,8 +28,9 @@ __all__ = ["FAULTS", "Site", "Still"]
 
 PAUSE_S = 0.1
 REPLACED_S = 40.0
-START_LIMIT_S = 180.0  # for a process that imports torch, on a busy machine
 """A trainer looks for newer ones at every publish, and every few seconds where it waits."""
+START_LIMIT_S = 180.0
+"""Of a process that imports torch, on a busy machine."""
 LEASE_S = 6.0
 SILENT_S = 2.5  # five heartbeats
 POINTS = {
