@@ -167,6 +167,8 @@ class GroupLedger(LedgerState):
         limit = self.admitted_limit(version)
         if now < self._slow_until:
             return f"{self._failures_in_a_row} failures in a row: leasing is slowed down"
+        if self.slots_in_use >= limit and self._replay:
+            return f"the trainer: it repeats {len(self._replay)} steps first, whose groups are there"
         if self.slots_in_use >= limit:
             return f"the trainer: {self.slots_in_use} of {limit} groups are admitted"
         if self.buffered_bytes >= self._room:

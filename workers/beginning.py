@@ -61,6 +61,9 @@ def begin(
         progress = start.checkpoint.progress
         learner.restored(progress.updates)
         log.info("resumed", checkpoint=start.checkpoint.name, step=progress.step)
+    log.info(
+        "publishing where the run begins; a machine's first run compiles kernels for that, for minutes"
+    )
     publisher.publish(progress.step)
     publisher.flush()
     return msgspec.structs.replace(

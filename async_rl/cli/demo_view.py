@@ -85,7 +85,7 @@ def line(status: Status, steps: int) -> str:
             f"{plain(worker.worker)} {worker.state} v{worker.version} {worker.tokens_per_s:.0f} tokens/s"
         )
     if not status.workers:
-        parts.append("no worker yet")
+        parts.append("the trainer is starting" if status.trainer == "absent" else "no worker yet")
     return "  ".join(parts)
 
 

@@ -131,6 +131,8 @@ def test_a_status_fits_in_a_line_with_reward_lag_and_speed():
         "demo-1 serving v2 2310 tokens/s"
     )
     assert line(status(0, reward=float("nan"), evals=(), workers=()), 120).endswith("of 4  no worker yet")
+    starting = status(0, reward=float("nan"), evals=(), workers=(), trainer="absent")
+    assert line(starting, 120).endswith("of 4  the trainer is starting"), "whom it waits for"
 
 
 def test_without_a_terminal_a_line_comes_every_five_seconds_and_no_control_codes(monkeypatch):

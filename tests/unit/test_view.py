@@ -123,6 +123,17 @@ def test_who_waits_for_whom_is_said():
     assert (view.trainer_waited_s, view.trainer_here_s, view.batch_waits_for) == (4.0, 10.0, "")
 
 
+def test_a_resumed_trainer_repeats_its_steps_before_anything_new_is_leased():
+    play = Play(batch_groups=1, max_lag=0)
+    play.attach()
+    worker = play.join()
+    (lease,) = play.leases(worker)
+    play.deliver(worker, lease)
+    play.ask(0)
+    play.attach(incarnation=2, step=0, version=1, peer=b"trainer:2")
+    assert "repeats 1 steps first" in of_status(play.status()).leasing_waits_for
+
+
 def test_connections_that_the_door_refuses_are_shown_with_the_messages():
     play = Play()
     play.control._turned_away = {"key_unknown": 3}
