@@ -19,7 +19,6 @@ import importlib
 import json
 import os
 import runpy
-import select
 import signal
 import subprocess
 import sys
@@ -30,6 +29,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
+
+from tests.forking import fork_at_order
 
 __all__ = ["WarmProcess", "WarmStart"]
 
@@ -135,38 +136,7 @@ class WarmStart:
 def serve() -> None:
     warm_up()
     subprocess.Popen = ForkingPopen  # type: ignore[misc]
-    reaped, wake = os.pipe()
-    os.set_blocking(wake, False)
-    signal.set_wakeup_fd(wake)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    children: set[int] = set()
-    buffer = b""
-    while True:
-        ready, _, _ = select.select([0, reaped], [], [])
-        if reaped in ready:
-            os.read(reaped, 4096)
-            for pid in list(children):
-                ended, status = os.waitpid(pid, os.WNOHANG)
-                if ended:
-                    children.discard(pid)
-                    _say({"pid": pid, "status": os.waitstatus_to_exitcode(status)})
-        if 0 in ready:
-            data = os.read(0, 1 << 16)
-            if not data:
-                break
-            *lines, buffer = (buffer + data).split(b"\n")
-            for line in lines:
-                pid = os.fork()
-                if pid == 0:
-                    _obey(json.loads(line))
-                children.add(pid)
-                _say({"pid": pid})
-    for pid in children:
-        os.kill(pid, signal.SIGKILL)
-
-
-def _say(message: Mapping[str, Any]) -> None:
-    os.write(1, json.dumps(message).encode() + b"\n")
+    fork_at_order(_obey)
 
 
 def _obey(order: Mapping[str, Any]) -> NoReturn:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -25,6 +24,8 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
+
+from tests.forking import fork_at_order, say
 
 LIMIT_S = 60.0
 WARM_LIMIT_S = 300.0
@@ -181,10 +182,8 @@ class Forks:
             message = json.loads(line)
             with self._changed:
                 self._warm |= "warm" in message
-                if "warm" in message:
-                    self._changed.notify_all()
-                    continue
-                self._statuses[message["pid"]] = message["status"]
+                if "status" in message:
+                    self._statuses[message["pid"]] = message["status"]
                 self._changed.notify_all()
         with self._changed:
             self._changed.notify_all()  # it is gone
@@ -195,39 +194,8 @@ class Forks:
 
 def serve() -> None:
     warm_up()
-    _say({"warm": os.getpid()})
-    reaped, wake = os.pipe()
-    os.set_blocking(wake, False)
-    signal.set_wakeup_fd(wake)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    children: set[int] = set()
-    buffer = b""
-    while True:
-        ready, _, _ = select.select([sys.stdin.fileno(), reaped], [], [])
-        if reaped in ready:
-            os.read(reaped, 4096)
-            for pid in list(children):
-                ended, status = os.waitpid(pid, os.WNOHANG)
-                if ended:
-                    children.discard(pid)
-                    _say({"pid": pid, "status": os.waitstatus_to_exitcode(status)})
-        if sys.stdin.fileno() in ready:
-            data = os.read(sys.stdin.fileno(), 1 << 16)
-            if not data:
-                break
-            *lines, buffer = (buffer + data).split(b"\n")
-            for line in lines:
-                order = json.loads(line)
-                pid = os.fork()
-                if pid == 0:
-                    _become(order)
-                children.add(pid)
-    for pid in children:
-        os.kill(pid, signal.SIGKILL)
-
-
-def _say(message: Mapping[str, Any]) -> None:
-    os.write(sys.stdout.fileno(), json.dumps(message).encode() + b"\n")
+    say({"warm": os.getpid()})
+    fork_at_order(_become)
 
 
 def _become(order: dict[str, Any]) -> NoReturn:
