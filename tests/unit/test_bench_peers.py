@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from tests.bench.peers.crossing import crossing
 from tests.bench.peers.runs import SideFailed, run_side
 from tests.bench.peers.samples import draw, load, save
 from tests.bench.peers.slow import FLOOR_S, LIMIT_S, SlowReverse, latency_s
-from tests.bench.reward import points_of
+from tests.bench.reward import _claim, points_of
 from tests.bench.throughput import gradient_distance, row_limit
 
 
@@ -80,3 +81,15 @@ def test_the_judge_is_slow_with_a_tail_and_at_once_with_held_out_prompts() -> No
 def test_a_side_that_fails_says_how(tmp_path: Path) -> None:
     with pytest.raises(SideFailed, match="no_such_module"):
         run_side(sys.executable, "no_such_module", {"threads": 1}, tmp_path / "side", 60.0)
+
+
+def test_the_medians_of_the_seeds_are_compared_and_a_run_that_never_gets_there_counts() -> None:
+    def side(*seconds: float) -> list[dict[str, Any]]:
+        return [
+            {"points": [(0.0, 0.4), (each, 0.9 if each < 300 else 0.5)], "steps": 10} for each in seconds
+        ]
+
+    assert _claim("", side(10, 30, 20), side(40, 10, 20)).value == 1
+    assert _claim("", side(10, 300, 20), side(40, 10, 20)).value == 1
+    assert _claim("", side(10, 300, 300), side(40, 10, 20)).value == float("inf")
+    assert _claim("", side(30), side(300)).value == 30 / 300  # at most: it took longer than the limit

@@ -3,7 +3,7 @@
     python -m tests.bench.peers.reward_trl ARGUMENTS RESULT      (with an interpreter that has trl)
 
 ARGUMENTS: model, environment (its arguments), slow, groups, group, max_tokens, learning_rate, warmup_steps,
-clip_norm, threads, goal, eval_every, eval_prompts, steps, limit_s.
+clip_norm, threads, goal, eval_every, eval_prompts, steps, limit_s, seed.
 
 The clock begins with the first step and stands still while the held-out reward is measured. One optimizer step per
 generated batch and the whole batch in one pass, which is the fastest on this machine; rewards are an async function
@@ -129,6 +129,7 @@ def config(asked: dict[str, Any]) -> Any:
         num_generations=asked["group"],
         max_completion_length=asked["max_tokens"],
         max_steps=asked["steps"],
+        seed=asked["seed"],
         learning_rate=asked["learning_rate"],
         lr_scheduler_type="constant_with_warmup",
         warmup_steps=asked["warmup_steps"],
