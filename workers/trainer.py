@@ -207,7 +207,7 @@ def _train(
         batch = feed.next(step)
         clock.lap("wait_batch")
         if batch is None:
-            log.info("stopping as asked", step=step)
+            log.info("stopping: a signal asked for it, or who started this rank is gone", step=step)
             break
         if lead is not None:
             lead.took(batch)

@@ -58,6 +58,7 @@ class Measure(Struct, frozen=True):
     limit: int  # steps
     loss: float  # nats per token
     reward: float  # held out
+    blurred: bool = False  # in the part whose demonstrations are wrong on purpose
 
 
 class Task:
@@ -159,7 +160,7 @@ class _WarmUp:
             )
             self.step += 1
         reward = held_out_reward(self._model, self._task)
-        self._on_measure(Measure(self.step, self._limit, loss, reward))
+        self._on_measure(Measure(self.step, self._limit, loss, reward, blurred=blur > 0))
         return reward
 
 

@@ -79,7 +79,8 @@ def line(status: Status, steps: int) -> str:
     parts.append("reward -" if status.reward != status.reward else f"reward {status.reward:.3f}")
     if status.evals:
         parts.append(f"held out {status.evals[-1].reward:.3f} (v{status.evals[-1].version})")
-    parts.append(f"lag p50 {status.lag_p50:.0f} max {status.lag_max} of {status.max_lag}")
+    lag = f"p50 {status.lag_p50:.0f} max {status.lag_max}" if status.lag_counts else "-"
+    parts.append(f"lag {lag} of {status.max_lag}")
     for worker in status.workers:
         parts.append(
             f"{plain(worker.worker)} {worker.state} v{worker.version} {worker.tokens_per_s:.0f} tokens/s"

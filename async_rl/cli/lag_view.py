@@ -83,7 +83,9 @@ def _told_by_orchestrator(view: View) -> Iterator[tuple[str, str | Text]]:
             f"{_n(view.buffered)}/{view.batch_groups} buffered, {_n(view.outstanding)} outstanding, "
             f"{admitted}/{_n(view.admitted_limit)} admitted",
         )
-    if view.lag_max is not None:
+    if view.lag_counts is not None and not view.lag_counts:
+        yield "lag of trained samples", f"-  (limit {_n(view.max_lag)}, in optimizer steps)"
+    elif view.lag_max is not None:
         late = "red" if view.max_lag is not None and view.lag_max > view.max_lag else "green"
         yield (
             "lag of trained samples",
@@ -208,6 +210,7 @@ def _workers(view: View) -> Table:
         "seen",
     )
     table = _table(left, right)
+    table.columns[0].overflow = "fold"  # a name that is cut names nobody
     table.columns[len(left) - 1].no_wrap = True
     for each in view.workers:
         table.add_row(

@@ -63,7 +63,17 @@ def tiny(folder: Path, task: str, seed: int, steps: int, force: bool) -> None:
         _report(folder, known, "is there already, with the same settings; it is used again")
         return
 
+    told = False
+
     def show(measure: Measure) -> None:
+        nonlocal told
+        if measure.blurred and not told:
+            told = True
+            console.print(
+                "  from here on demonstrations are wrong at random, so that the reward falls: a model that knows the "
+                "task and is unsure of it is what reinforcement can work on",
+                highlight=False,
+            )
         console.print(
             f"  warm-up step {measure.step}  loss {measure.loss:.2f}  held-out reward {measure.reward:.2f}",
             highlight=False,

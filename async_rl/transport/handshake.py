@@ -79,8 +79,9 @@ class Handshakes:
         return Refused(
             f"the orchestrator at {self._address} does not allow our key {name!r} (public key {public}): "
             "it never did, or the key was revoked",
-            hint=f"on the orchestrator's side: async-rl keys allow {name} {public} --role ROLE --server DIR "
-            "(worker, trainer or watcher)",
+            hint="ask whoever runs the orchestrator: in place of a key that was revoked make a new one (async-rl "
+            f"keys new); one that was never allowed needs: async-rl keys allow {name} {public} --role ROLE "
+            "--server DIR (worker, trainer or watcher)",
         )
 
     def _other_mechanism(self) -> Refused:

@@ -12,7 +12,8 @@
     not fetching     a newer version is committed, and it has not begun to fetch it
     long samples     it serves the newest, but its oldest running sequence began under an older one
     current          it does not lag
-    unknown          nobody said enough
+    unknown          nobody said enough: also where a newer version is so young that the worker need not have told yet
+                     that it fetches it
 
 The first that holds is the answer.
 """
@@ -68,7 +69,8 @@ def why(worker: WorkerView, heartbeat_s: float | None) -> str:
     if behind is None:
         return "unknown"
     if behind > 0:
-        return "not fetching"
+        young = heartbeat_s and worker.lag_s is not None and worker.lag_s < SILENT_HEARTBEATS * heartbeat_s
+        return "unknown" if young else "not fetching"
     if worker.oldest_s is not None and worker.age_s is not None and worker.oldest_s > worker.age_s:
         return "long samples"
     return "current"

@@ -24,6 +24,8 @@ SERVING = WorkerView(
     [
         ({}, "current"),
         ({"lag_versions": 1}, "not fetching"),
+        ({"lag_versions": 1, "lag_s": 30.0}, "not fetching"),
+        ({"lag_versions": 1, "lag_s": 0.8}, "unknown"),  # of a heartbeat of 2 s: it may fetch it already
         ({"lag_versions": 1, "fetching_version": 4}, "fetching"),
         ({"lag_versions": 1, "state": "updating", "running": 3, "tokens_per_s": 40.0}, "applying"),
         ({"lag_versions": 1, "state": "updating", "running": 3, "tokens_per_s": 0.0}, "paused"),
