@@ -219,12 +219,6 @@ class GroupDone(Struct, frozen=True, array_like=True, gc=False, tag="group_done"
     group: Group
 
 
-class Delivered(GroupDone, frozen=True, array_like=True, gc=False, tag="group_done"):
-    """A GroupDone as it came: `body`, the group's own bytes in its frame, is what is kept of it and handed on."""
-
-    body: memoryview = memoryview(b"")
-
-
 class Failed(Struct, frozen=True, array_like=True, tag="failed"):
     """This lease will not be fulfilled. `returned`: unstarted or given back in a drain; not counted as an attempt."""
 
@@ -294,6 +288,7 @@ class Attach(Struct, frozen=True, array_like=True, tag="attach"):
     origin: int = -1  # incarnation that wrote the checkpoint we resumed from; -1: there was none
     known: tuple[tuple[int, int, int, str], ...] = ()  # version, parent, step, digest: before `version`
     anew: bool = False  # --resume never: what was delivered before is not wanted any more
+    longest: Count = 0  # tokens that the model allows, prompt and sample together; 0: none is known
 
 
 class Attached(Struct, frozen=True, array_like=True, tag="attached"):
@@ -475,11 +470,6 @@ AnyMessage: TypeAlias = (
 
 _MANY_BYTES = 1 << 20
 
-_DELIVERY = b"\x93\xaa" + b"group_done"
-"""How a GroupDone begins: an array of three, with the tag. Then come the lease and the group."""
-_UINT_BYTES = {0xCC: 2, 0xCD: 3, 0xCE: 5, 0xCF: 9}
-"""Of a number that does not fit into its first byte."""
-
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
 
@@ -504,15 +494,3 @@ def decode(frame: bytes | memoryview, limit: int = MAX_MESSAGE_BYTES) -> AnyMess
     finally:
         if pause:
             gc.enable()
-
-
-def delivered(message: AnyMessage, frame: bytes | memoryview) -> AnyMessage:
-    """A message that was decoded from `frame`: a GroupDone with its group's bytes, where the frame has just what we
-    know of; anything else as it is."""
-    if type(message) is not GroupDone:
-        return message
-    head = bytes(frame[: len(_DELIVERY) + 1])
-    skip = 1 if head[-1] < 0x80 else _UINT_BYTES.get(head[-1], 0)
-    if not skip or head[:-1] != _DELIVERY:
-        return message
-    return Delivered(message.lease, message.group, memoryview(frame)[len(_DELIVERY) + skip :])

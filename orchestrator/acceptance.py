@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from async_rl.errors import Malformed
-from async_rl.wire import Array, Group, Key, RunSettings, Sample
+from async_rl.wire import Array, Attach, Group, Key, RunSettings, Sample
 from orchestrator.versions import Versions
 
 __all__ = ["Fault", "Requirements", "examine", "explain", "quick", "required"]
@@ -49,19 +49,21 @@ class Requirements(msgspec.Struct, frozen=True):
     vocab_size: int
     reward_range: tuple[float, float]
     oldest_version: int = 0  # for a held-out group: the version that is measured
+    longest: int = 0  # tokens that the model allows, prompt and sample together; 0: unknown
 
 
 def required(
-    key: Key, settings: RunSettings, vocab_size: int, reward_range: tuple[float, float]
+    key: Key, settings: RunSettings, attach: Attach, reward_range: tuple[float, float]
 ) -> Requirements:
     """Of the group that was leased under this key."""
     evaluation = key.split == "eval"
     return Requirements(
         samples=1 if evaluation else settings.group_size,
         max_tokens=settings.sampling.max_tokens,
-        vocab_size=vocab_size,
+        vocab_size=attach.vocab_size,
         reward_range=reward_range,
         oldest_version=key.group if evaluation else 0,
+        longest=attach.longest,
     )
 
 
@@ -77,7 +79,8 @@ def quick(group: Group, need: Requirements, versions: Versions) -> tuple[tuple[i
     samples = group.samples
     if len(samples) != need.samples or group.prompt.dtype != "<i4":
         return None
-    most, (lowest, highest) = need.max_tokens, need.reward_range
+    (lowest, highest), prompt_tokens = need.reward_range, len(group.prompt.data) // 4
+    most = min(need.max_tokens, need.longest - prompt_tokens) if need.longest else need.max_tokens
     served, ids, logprobs, masks = [], [group.prompt.data], [], []
     # Spans and length of the sample before, and what was found: mostly all of a group's are equal.
     same, before = group.prompt.data, 0
@@ -90,7 +93,7 @@ def quick(group: Group, need: Requirements, versions: Versions) -> tuple[tuple[i
         length = len(mask_data)
         if not 0 < length <= most or not 4 * length == len(tokens_data) == len(probs_data):
             return None  # one that is longer has tokens that were not sampled: seldom
-        if not lowest <= sample.reward <= highest:  # and so is not NaN
+        if not (lowest <= sample.reward <= highest and math.isfinite(sample.reward)):
             return None
         if length != before or spans_data != same:
             found = _quick_spans(spans_data, length, need.oldest_version, versions)
@@ -151,6 +154,10 @@ def explain(group: Group, need: Requirements, versions: Versions) -> tuple[tuple
             return Fault("shape", f"{len(group.samples)} samples, {need.samples} were leased")
         served = []
         for index, sample in enumerate(group.samples):
+            length = len(prompt) + len(sample.tokens.numpy())
+            if need.longest and length > need.longest:
+                detail = f"{length} tokens with the prompt, the model allows {need.longest}"
+                return Fault("shape", f"sample {index}: {detail}")
             result = _examine_sample(sample, need, versions)
             if isinstance(result, Fault):
                 return Fault(result.code, f"sample {index}: {result.detail}")

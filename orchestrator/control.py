@@ -54,7 +54,7 @@ from orchestrator.leases import name_of
 from orchestrator.ledger import GroupLedger, hash_of
 from orchestrator.outbox import Outbox, Outgoing
 from orchestrator.pool import log_failures
-from orchestrator.records import Record, body_of
+from orchestrator.records import Record, encode_group
 from orchestrator.rescoring import Outcome, Rescoring
 from orchestrator.roster import Roster, Worker
 from orchestrator.session import Session
@@ -189,6 +189,7 @@ class Control:
         """Time has passed: leases expire, silent workers are gone, holds and limits end."""
         for worker in self._roster.silent(now):
             log.warning("worker gone", worker=worker.name, silent_s=now - worker.last_seen)
+            worker.failed(now, self._leases_of(worker.name))
             self._release(worker, "its worker went silent", counted=True)
         self._judging.end_quarantines(now)
         for worker in self._roster.rested(now):
@@ -300,13 +301,13 @@ class Control:
         owner = session.evals if key.split == "eval" else session.ledger
         if owner.settled(key):  # delivered before, by this worker or another: it may forget it
             known = session.ledger.hash_of(key) if key.split == "train" else None
-            if known is not None and known != hash_of(body_of(done)):
+            if known is not None and known != hash_of(encode_group(group)):
                 detail = "another result for this group was taken before"
                 return self._nack(worker, lease, group, Fault("duplicate", detail))
             return self._outbox.send(worker.peer, Ack(lease, key))
         if not owner.pool.expects(lease, key, worker.name):
             return self._nack(worker, lease, group, Fault("lease", "this lease is unknown or was given up"))
-        need = required(key, self._settings, session.attach.vocab_size, self._environment.reward_range)
+        need = required(key, self._settings, session.attach, self._environment.reward_range)
         result = examine(group, need, session.versions)
         if isinstance(result, Fault):
             self._nack(worker, lease, group, result)
@@ -318,7 +319,7 @@ class Control:
         if key.split == "eval":
             obsolete = session.evals.deliver(lease, worker.name, group)
         else:
-            delivery = session.ledger.deliver(lease, worker.name, group, result, now, body_of(done))
+            delivery = session.ledger.deliver(lease, worker.name, group, result, now)
             obsolete = delivery.obsolete
             if log.debugs:
                 log.debug("group taken", key=name_of(key), worker=worker.name, outcome=delivery.outcome)

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from msgspec import Raw
+
 from async_rl.envs.base import Environment
 from async_rl.log import get_logger
 from async_rl.wire import Group, Measured
@@ -21,6 +23,7 @@ from orchestrator.ledger import GroupLedger
 from orchestrator.outbox import Outbox
 from orchestrator.pool import log_failures
 from orchestrator.prompts import prompt_of
+from orchestrator.records import decode_group, encode_group
 from orchestrator.rescoring import Outcome, Rescoring, chosen
 from orchestrator.roster import Roster, Worker
 from orchestrator.session import Session
@@ -77,7 +80,9 @@ class Judging:
         self.conduct.examined(worker.name, "")
         if self._salt is not None and chosen(group.key, self._salt, self._config.rescore_share):
             prompt = prompt_of(self._environment, group.key.split, group.key.ordinal)
-            self._rescorings.append(Rescoring(worker.name, prompt, group))
+            # A copy: what came over the socket is a view into its frame, which may hold more than the group.
+            kept = decode_group(Raw(encode_group(group)))
+            self._rescorings.append(Rescoring(worker.name, prompt, kept))
 
     def faulty(self, session: Session | None, worker: Worker, fault: str, now: float) -> None:
         """What it sent was refused for what it says."""

@@ -248,16 +248,16 @@ class GroupLedger(LedgerState):
         group: Group,
         versions: tuple[tuple[int, ...], ...],
         now: float,
-        body: bytes | memoryview | None = None,
     ) -> Delivery:
-        """Take an examined group whose lease the pool expects. `versions`: of each sample. `body`: its encoding."""
+        """Take an examined group whose lease the pool expects. `versions`: of each sample."""
         key = group.key
         if not self._pool.expects(lease, key, worker):
             raise ValueError(f"lease {lease} of {worker} is not expected for {key}")
         held = self._pool.held_for(key)
         obsolete = held if held is not None and held.lease != lease else None
         self._failures_in_a_row, self._slow_until = 0, float("-inf")
-        body = body if body is not None else encode_group(group)
+        # Made anew: what a worker's bytes say besides (fields of another release, or worse) is not kept.
+        body = encode_group(group)
         digest = hash_of(body)
         if self._config.drop_no_signal and len({sample.reward for sample in group.samples}) == 1:
             self._write(Settled(key.ordinal, "no_signal", hash=digest))

@@ -26,7 +26,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from async_rl.errors import Malformed
-from async_rl.wire import Delivered, Group, GroupDone
+from async_rl.wire import Group
 
 __all__ = [
     "DURABLE",
@@ -46,7 +46,6 @@ __all__ = [
     "Snapshot",
     "Took",
     "Version",
-    "body_of",
     "decode_group",
     "decode_record",
     "encode_group",
@@ -239,11 +238,6 @@ def parts_of(record: Record) -> tuple[bytes | memoryview, ...]:
 
 def encode_group(group: Group) -> bytes:
     return _encoder.encode(group)
-
-
-def body_of(done: GroupDone) -> bytes | memoryview:
-    """A group's encoding: its worker's where it came over a socket."""
-    return done.body if isinstance(done, Delivered) else encode_group(done.group)
 
 
 def group_of(record: Arrived) -> Group:

@@ -93,9 +93,8 @@ def difference(
 
 
 def _size(group: Group) -> int:
-    return sum(
-        len(s.tokens.data) + len(s.logprobs.data) + len(s.mask.data) + len(s.text) for s in group.samples
-    )
+    arrays = (each.data for s in group.samples for each in (s.tokens, s.logprobs, s.mask, s.spans))
+    return len(group.prompt.data) + sum(map(len, arrays)) + sum(len(s.text) for s in group.samples)
 
 
 class _Run(msgspec.Struct):

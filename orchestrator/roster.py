@@ -114,7 +114,8 @@ class Roster:
             before = self._workers.get(hello.worker)
             worker = Worker(hello.worker, hello.cluster, peer, hello.version, now)
             if before is not None and before.peer == peer:  # it was only silent: the same process
-                worker.groups_done = before.groups_done
+                worker.groups_done, worker.shown = before.groups_done, before.shown
+                worker.rest_until, worker.rests = before.rest_until, before.rests
             self._workers[worker.name] = self._by_peer[peer] = worker
         worker.version, worker.last_seen = hello.version, now
         return worker

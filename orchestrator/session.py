@@ -59,6 +59,10 @@ class Session:
         self._training, self._evaluating = ledger.pool.by_worker, self.evals.pool.by_worker
         self.asked: Asked | None = None
         self.last_batch: Batch | None = None
+        self.repeat_at, self.repeat_s = (
+            0.0,
+            0.0,
+        )  # it is sent again then at the earliest; and the pause before that
         self.finish_by: float | None = None  # set by Finish: when the last evaluation is given up
         self.finished: Finished | None = None
 

@@ -35,6 +35,8 @@ log = get_logger(__name__)
 SEGMENT_BYTES = 64 << 20
 MOST_PARTS = 1024
 """Of one write: IOV_MAX of Linux."""
+_SECTORS_BYTES = 64 << 10
+"""Read at once: what is lost with a sector that can't be read."""
 LOCK_LIMIT_S = 20.0
 """An orchestrator that was asked to stop may take some seconds to let go."""
 
@@ -185,11 +187,13 @@ class Spool:
         self._sealed_bodies: dict[int, tuple[Part, ...]] = {}
         self._sealed_dirty = False
         self._written = 0  # of the newest file
+        self._ends: dict[int, int] = {}  # of each file that was replayed, where its last record ends
 
     # ---------------------------------------------------------------- at the start
 
     def replay(self) -> Iterator[tuple[Record, Place]]:
-        """Every record, oldest first. To be read to its end before anything is appended."""
+        """Every record, oldest first; and then the newest of them are on the disk. To be read to its end before
+        anything is appended. Raises StoreUnavailable where the disk is full, OSError where it fails."""
         for segment in list(self._segments):
             yield from self._replay_file(segment, last=segment == self._segments[-1])
         if self._segments and not self._path(self._segments[-1]).stat().st_size:
@@ -197,10 +201,29 @@ class Spool:
             self._path(self._segments.pop()).unlink()
         if self._segments:
             self._open(self._segments[-1])
+            self._settle(self._ends[self._segment])
+
+    def _settle(self, end: int) -> None:
+        """What an earlier life wrote to the newest file, and had not synced when it ended, may stand in the page
+        cache only, and after an fsync that failed it is not even on its way to the disk. It is acknowledged again as
+        soon as somebody asks, so it is written once more and synced first. Older files were synced before the next
+        one was begun. What follows the last record (the newest file can be one whose successor was never whole) is
+        cut off: the next record would be taken for its rest."""
+        os.ftruncate(self._file, end)
+        self._size = self._written = end
+        if not self._fsync:
+            return
+        content = memoryview(self._content(self._path(self._segment)))
+        at = 0
+        while at < end:
+            with self._full_disk():
+                at += os.pwrite(self._file, content[at:], at)
+        os.fsync(self._file)
+        self._sync_folder()
 
     def _replay_file(self, segment: int, last: bool) -> Iterator[tuple[Record, Place]]:
         path = self._path(segment)
-        data = path.read_bytes()
+        data = self._content(path)
         at = 0
         while at < len(data):
             found = next_record(data, at)
@@ -223,12 +246,26 @@ class Spool:
                 self._damage(path, start, error.message)
                 continue
             yield record, Place(segment, start + HEADER.size, size)
+        self._ends[segment] = at
         if at < len(data):
             if last:
                 log.info("the last write before the end was not complete: cut off", file=path.name, at=at)
                 os.truncate(path, at)
             else:
                 self._damage(path, at, f"{len(data) - at} bytes at the end are no record")
+
+    def _content(self, path: Path) -> bytes:
+        """All of a file; zeros where the disk can't give it back: of records that they hit, the checksums differ."""
+        with path.open("rb", buffering=0) as file:
+            content = bytearray(os.fstat(file.fileno()).st_size)
+            for at in range(0, len(content), _SECTORS_BYTES):
+                try:
+                    piece = os.pread(file.fileno(), _SECTORS_BYTES, at)
+                except OSError as error:
+                    self._damage(path, at, f"it can't be read: {error.strerror}")
+                    continue
+                content[at : at + len(piece)] = piece
+        return bytes(content)
 
     def _damage(self, path: Path, at: int, what: str) -> None:
         self.damaged += 1
@@ -302,7 +339,11 @@ class Spool:
             if waiting is not None:
                 return decode_record(b"".join(waiting))
         size, start = HEADER.size + place.size, place.offset - HEADER.size
-        data = memoryview(os.pread(self._reader(place.segment), size, start))
+        try:
+            data = memoryview(os.pread(self._reader(place.segment), size, start))
+        except OSError as error:
+            log.error("the spool can't be read", file=str(self._path(place.segment)), reason=error.strerror)
+            data = memoryview(b"")
         head, body = data[: HEADER.size], data[HEADER.size :]
         if len(head) < HEADER.size or head[8:12] != zlib.crc32(body).to_bytes(4, "little"):
             raise Corrupt(
@@ -318,7 +359,11 @@ class Spool:
 
     def begin(self, snapshot: Snapshot) -> None:
         """A new file, that begins with `snapshot`. It takes the place of the one that is appended to when it is on
-        the disk, whole. Raises StoreUnavailable where the disk is full: then nothing has changed."""
+        the disk, whole. Raises StoreUnavailable where the disk is full: then nothing has changed.
+
+        First the old one is on the disk, with all that was appended to it: the Snapshot holds what follows from that,
+        and is not played where the old file is."""
+        self._dirty = self._file >= 0
         self.commit()
         segment = self._segment + 1
         path = self._path(segment)

@@ -42,6 +42,8 @@ __all__ = ["FINISHED", "TrainerDesk"]
 log = get_logger(__name__)
 
 FINISHED = Drain("the run is finished")
+FIRST_REPEAT_S, LONGEST_REPEAT_S = 2.0, 60.0
+"""Before a batch is sent once more to a trainer that asks for it again; doubled each time."""
 
 
 class TrainerDesk:
@@ -80,7 +82,8 @@ class TrainerDesk:
     def attach(self, peer: bytes, attach: Attach, now: float) -> None:
         old = self.session
         if old is not None and (peer, attach.incarnation) == (old.peer, old.incarnation):
-            return self._outbox.send(peer, self._attached(old))  # it reconnected
+            old.repeat_at = old.repeat_s = 0.0  # it reconnected: what was on its way may be lost
+            return self._outbox.send(peer, self._attached(old))
         ledger = self._ledger
         refusal = refuse_attach(
             attach,
@@ -158,10 +161,11 @@ class TrainerDesk:
 
     def _on_next_batch(self, session: Session, step: int, now: float) -> None:
         if session.last_batch is not None and step == session.last_batch.step:
-            return self._outbox.send(session.peer, session.last_batch)  # asked again: the same answer
+            return self._repeat(session, session.last_batch, now)  # asked again: the same answer
         if step == session.ledger.next_step - 1 and (formed := session.ledger.formed(step)) is not None:
-            session.last_batch = self._batch(session, formed, 0.0)  # asked in an earlier life of ours
-            return self._outbox.send(session.peer, session.last_batch)
+            return self._send(
+                session, self._batch(session, formed, 0.0), now
+            )  # asked in an earlier life of ours
         if step != session.ledger.next_step or session.finish_by is not None:
             reason = f"step {step} was asked for, the next batch is for step {session.ledger.next_step}"
             hint = "restart the trainer: it resumes from its checkpoint under a new incarnation"
@@ -198,8 +202,22 @@ class TrainerDesk:
         formed = session.ledger.form_batch(now)
         self._tally.batch(formed)
         session.waited_s, session.asked = session.waited(now), None
-        session.last_batch = self._batch(session, formed, now - asked.since)
-        self._outbox.send(session.peer, session.last_batch)
+        self._send(session, self._batch(session, formed, now - asked.since), now)
+
+    def _send(self, session: Session, batch: Batch, now: float) -> None:
+        session.last_batch, session.repeat_s = batch, FIRST_REPEAT_S
+        session.repeat_at = now + session.repeat_s
+        self._outbox.send(session.peer, batch)
+
+    def _repeat(self, session: Session, batch: Batch, now: float) -> None:
+        """One copy may be lost with a connection. The next is worth its bytes only when the one before had time to
+        arrive: the trainer asks every few seconds, and each answer may be on its way for longer, or wait for a disk
+        that is full, with the others behind it."""
+        if now < session.repeat_at:
+            return
+        session.repeat_s = min(max(FIRST_REPEAT_S, 2 * session.repeat_s), LONGEST_REPEAT_S)
+        session.repeat_at = now + session.repeat_s
+        self._outbox.send(session.peer, batch)
 
     def _batch(self, session: Session, formed: Formed, waited_s: float) -> Batch:
         return Batch(

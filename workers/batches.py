@@ -263,18 +263,19 @@ def prepare(
     step: int,
     max_lag: int,
     vocab_size: int,
+    longest: int = 0,
     advantage: AdvantageConfig = AdvantageConfig(),  # noqa: B008  # frozen
     max_tokens: int = 0,
 ) -> Prepared:
     """`batch` as samples to train after `step` steps. A group that is too old, of an unknown version, or
     broken is left out whole (an advantage needs all of its group), with a warning and a count. `max_tokens`: of a
-    sample, as sampled; for advantage.truncated = "penalty"."""
+    sample, as sampled; for advantage.truncated = "penalty". `longest`: tokens that the model allows; 0: no limit."""
     prepared = Prepared()
     shaped_GS: list[list[float]] = []
     for group in batch.groups:
         try:
             samples, lags, queued, slots = _prepare_group(
-                group, lineage, step, vocab_size, batch.replayed, len(prepared.slots)
+                group, lineage, step, vocab_size, longest, batch.replayed, len(prepared.slots)
             )
             # What an earlier life of ours has trained in this step was admitted then.
             reason = "trainer_lag" if max(lags) > max_lag and not batch.replayed else ""
@@ -322,7 +323,13 @@ def _without_cut_off(group: Group, samples: list[TrainSample]) -> list[TrainSamp
 
 
 def _prepare_group(
-    group: Group, lineage: Lineage, step: int, vocab_size: int, replayed: bool, first_slot: int
+    group: Group,
+    lineage: Lineage,
+    step: int,
+    vocab_size: int,
+    longest: int,
+    replayed: bool,
+    first_slot: int,
 ) -> tuple[list[TrainSample], list[int], list[int], list[Slot]]:
     """Samples still without their advantages, their lags, and of these the queued parts. A step that is repeated has
     the lags that it had: the policies of the branch before come again, one by one, so each is as far away as it was.
@@ -348,7 +355,7 @@ def _prepare_group(
             advantage=0.0,
             slots_C=slots_of(group.key, lags_C, spans, slots, first_slot),
         )
-        _check_values(train, vocab_size)
+        _check_values(train, vocab_size, longest)
         samples.append(train)
         lags.append(sample_lag(by_span))
         queued.append(newest_lag(by_span))
@@ -362,7 +369,9 @@ def _token_lags(by_span: list[tuple[int, int]]) -> np.ndarray[Any, Any]:
     return np.maximum.accumulate(lags_C)
 
 
-def _check_values(sample: TrainSample, vocab_size: int) -> None:
+def _check_values(sample: TrainSample, vocab_size: int, longest: int) -> None:
+    if longest and (length := len(sample.prompt_P) + len(sample.tokens_C)) > longest:
+        raise ValueError(f"{length} tokens with the prompt, the model allows {longest}")
     for ids in (sample.prompt_P, sample.tokens_C):
         if ids.min() < 0 or ids.max() >= vocab_size:
             raise ValueError(f"token ids must lie in [0, {vocab_size}), found {ids.min()} to {ids.max()}")

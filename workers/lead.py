@@ -66,7 +66,7 @@ class Lead:
         self._alerts = Alerts(trainer.alerts)
         self._repeats = Repeats(store, start.claim.first_version, start.parent_version)
 
-    def attach(self, progress: Progress, vocab_size: int) -> Attached:
+    def attach(self, progress: Progress, vocab_size: int, longest: int) -> Attached:
         """Take the run at the orchestrator."""
         start, lineage = self._start, self._lineage
         node = lineage.nodes[progress.version]
@@ -83,6 +83,7 @@ class Lead:
                 version=progress.version,
                 version_step=progress.step,
                 vocab_size=vocab_size,
+                longest=longest,
                 frontier=progress.frontier,
                 open=progress.open,
                 parent=node.parent,

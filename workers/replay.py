@@ -97,6 +97,7 @@ def replay(
                 step=batch.step,
                 max_lag=max_lag,
                 vocab_size=learner.vocab_size,
+                longest=learner.longest,
                 advantage=advantage,
                 max_tokens=max_tokens,
             )

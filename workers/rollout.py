@@ -267,7 +267,7 @@ class RolloutWorker:
         self.following.look_now.set()
         if self._phase == "serving":
             await self.credits.say()
-        await self.leases.send_again(after_s=0.0)
+        await self.leases.send_again(heard=True)
 
     def _on_refused(self, refused: RefusedMessage) -> None:
         if not refused.retry:

@@ -33,6 +33,8 @@ REASON_CHARS = 1000
 
 RESEND_S = 10.0
 """A group that is not acknowledged after this long is sent again. An acknowledgement takes milliseconds."""
+MOST_DOUBLINGS = 6
+"""Of the pause before the next time: ten minutes at the most, which is how long a full disk is waited for."""
 LAST_ACKS_S = 5.0
 """At the end, how long to wait for the acknowledgements of what was just sent."""
 
@@ -53,6 +55,7 @@ class _Unacked(Struct):
     message: GroupDone
     finished: float
     sent: float
+    times: int = 0  # that it was sent
 
 
 class _GiveBack(Exception):
@@ -148,10 +151,14 @@ class Leases:
                 work.task.cancel()
                 log.debug("lease cancelled", key=work.lease.key, reason=reason)
 
-    async def send_again(self, after_s: float = RESEND_S) -> None:
-        """The groups that were sent longer ago than this and are not acknowledged."""
+    async def send_again(self, *, heard: bool = False) -> None:
+        """The groups that were sent a while ago and are not acknowledged; the while doubles each time, for each copy
+        waits in the socket's queue for as long as nobody reads. `heard`: somebody reads again, all are sent now."""
         for unacked in list(self._unacked.values()):
-            if time.monotonic() - unacked.sent >= after_s:
+            if heard:
+                unacked.times = 0
+            pause_s = RESEND_S * 2.0 ** min(unacked.times - 1, MOST_DOUBLINGS)
+            if heard or time.monotonic() - unacked.sent >= pause_s:
                 await self._send_group(unacked)
 
     # ---------------------------------------------------------------- one lease
@@ -253,7 +260,7 @@ class Leases:
 
     async def _send_group(self, unacked: _Unacked) -> None:
         """Raises Malformed for a group over the size limit; it is then not kept."""
-        unacked.sent = time.monotonic()
+        unacked.sent, unacked.times = time.monotonic(), unacked.times + 1
         try:
             await self._send(unacked.message)
         except Malformed:

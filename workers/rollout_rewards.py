@@ -42,11 +42,15 @@ class Rewards:
         places for begin together, in one hop to the other thread: hops cost more than a quick reward does.
         """
         count = await self._take(len(completions))
-        now = self._begun_together(environment, prompt, completions[:count], _Places(self._places, count))
-        if count == len(completions):
-            return await now
-        parts = await together(now, self.score_all(environment, prompt, completions[count:]))
-        return [reward for part in parts for reward in part]
+        places = _Places(self._places, count)
+        try:
+            now = self._begun_together(environment, prompt, completions[:count], places)
+            if count == len(completions):
+                return await now
+            parts = await together(now, self.score_all(environment, prompt, completions[count:]))
+            return [reward for part in parts for reward in part]
+        finally:
+            places.give_back(places.held)  # a task that is cancelled before it began has given back none
 
     async def _take(self, most: int) -> int:
         """Places that are free now, at least one. Waits for: the first."""
@@ -132,8 +136,21 @@ def _finite(value: object) -> float:
 
 
 async def _reward(environment: Environment, prompt: Prompt, completion: str) -> object:
-    """A TimeoutError of the user's own must not look like our limit."""
+    """What the user's code raises is a failure of this reward and nothing else: a TimeoutError must not look like
+    our limit, a CancelledError that nobody asked for not like a lease that was given up, and what ends a program (a
+    graded one may call exit) would end the loop of all rewards."""
     try:
         return await environment.reward(prompt, completion)
     except TimeoutError as error:
         raise RuntimeError(f"TimeoutError: {error}") from error
+    except asyncio.CancelledError as error:
+        if _asked_to_end():
+            raise
+        raise RuntimeError("CancelledError, though nobody had cancelled it") from error
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
+
+
+def _asked_to_end() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -124,11 +124,14 @@ def run_rank(
             )
         )
         progress = begin(bucket, group, learner, publisher, start)
-        attached = from_rank0(lambda: _lead(lead).attach(progress, learner.vocab_size), Attached)
+        attached = from_rank0(
+            lambda: _lead(lead).attach(progress, learner.vocab_size, learner.longest), Attached
+        )
         ready = partial(
             prepare,
             max_lag=attached.max_lag,
             vocab_size=learner.vocab_size,
+            longest=learner.longest,
             advantage=advantage,
             max_tokens=max_tokens,
         )

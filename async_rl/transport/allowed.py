@@ -27,7 +27,7 @@ from msgspec import Struct
 
 from async_rl.errors import ConfigError, Malformed, NotAllowed
 from async_rl.log import get_logger
-from async_rl.transport.base import received_of
+from async_rl.transport.base import message_of
 from async_rl.transport.keys import (
     check_name,
     new_secret,
@@ -267,7 +267,7 @@ class Keyring:
         if isinstance(entry, NotAllowed):
             return entry
         try:
-            message = received_of(frames, limit)
+            message = message_of(frames, limit)
         except Malformed as error:
             return error
         return refusal(entry, peer, message) or message

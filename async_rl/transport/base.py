@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from typing import Protocol, TypeAlias
 
 from async_rl.errors import Malformed, NotAllowed
-from async_rl.wire import AnyMessage, decode, delivered, encode
+from async_rl.wire import AnyMessage, decode, encode
 
 __all__ = [
     "HIGH_WATER",
@@ -43,7 +43,6 @@ __all__ = [
     "message_of",
     "new_identity",
     "printable",
-    "received_of",
 ]
 
 HIGH_WATER = 1000
@@ -126,9 +125,15 @@ def from_here(address: str) -> str:
 
 
 def frame_of(message: AnyMessage, limit: int) -> bytes:
-    """The one frame of a message. Raises Malformed over `limit` bytes: the receiver would cut the
-    connection."""
-    frame = encode(message)
+    """The one frame of a message. Raises Malformed over `limit` bytes (the receiver would cut the connection), and
+    for a text that is none (half of a surrogate pair, as JSON may hold)."""
+    try:
+        frame = encode(message)
+    except UnicodeEncodeError as error:
+        raise Malformed(
+            f"a {type(message).__name__} holds a text that can't be written as UTF-8: {error}",
+            hint="repair the prompt that it came from",
+        ) from error
     if len(frame) > limit:
         raise Malformed(
             f"a {type(message).__name__} of {len(frame)} bytes is over the limit of {limit}",
@@ -142,8 +147,3 @@ def message_of(frames: Sequence[bytes | memoryview], limit: int) -> AnyMessage:
     if len(frames) != 1:
         raise Malformed(f"a message is one frame, not {len(frames)}")
     return decode(frames[0], limit)
-
-
-def received_of(frames: Sequence[bytes | memoryview], limit: int) -> AnyMessage:
-    """As `message_of`, for a listener: of a group it keeps the bytes, too. Raises Malformed."""
-    return delivered(message_of(frames, limit), frames[0])

@@ -18,7 +18,6 @@ from async_rl.transport.base import (
     frame_of,
     message_of,
     new_identity,
-    received_of,
 )
 from async_rl.transport.keys import ClientKey
 from async_rl.wire import MAX_BATCH_BYTES, MAX_MESSAGE_BYTES, AnyMessage
@@ -108,7 +107,7 @@ class MemoryListener:
             public = sender.key.public.hex()
             return sender.identity, self._keyring.received(public, sender.identity, frames, self._max_bytes)
         try:
-            return sender.identity, received_of(frames, self._max_bytes)
+            return sender.identity, message_of(frames, self._max_bytes)
         except Malformed as error:
             return sender.identity, error
 

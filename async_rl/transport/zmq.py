@@ -29,7 +29,6 @@ from async_rl.transport.base import (
     message_of,
     new_identity,
     printable,
-    received_of,
 )
 from async_rl.transport.handshake import Handshakes, event_of, mechanism_at
 from async_rl.transport.keys import ClientKey
@@ -134,7 +133,7 @@ class ZmqListener:
                 public = str(frames[-1].get("User-Id"))
             return peer, self._keyring.received(public, peer, parts, self._max_bytes)
         try:
-            return peer, received_of(parts, self._max_bytes)
+            return peer, message_of(parts, self._max_bytes)
         except Malformed as error:
             return peer, error
 

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import re
 
-import msgspec
 import pytest
 import zmq
 
@@ -18,7 +17,6 @@ from async_rl.transport.handshake import HUNG_UP
 from async_rl.transport.keys import ClientKey, new_secret
 from async_rl.transport.memory import MemoryNetwork
 from async_rl.transport.zmq import ZmqDialer, ZmqListener
-from tests.orchestration import group
 
 LIMIT_S = 10.0
 
@@ -78,16 +76,6 @@ async def test_a_message_arrives_with_its_sender_and_the_answer_comes_back(trans
     assert peer == dialer.identity and peer.startswith(b"w1:")
     await listener.send(peer, wire.Announce(3, 2))
     assert await soon(dialer.recv()) == wire.Announce(3, 2)
-
-
-async def test_a_group_arrives_with_the_bytes_that_its_worker_made_of_it(transport):
-    listener = transport.bind()
-    dialer = transport.dial(listener.address, "w1")
-    sent = wire.GroupDone(3, group(wire.Key("train", 0)))
-    await dialer.send(sent)
-    _, message = await soon(listener.recv())
-    assert isinstance(message, wire.Delivered) and message.group == sent.group
-    assert bytes(message.body) == msgspec.msgpack.encode(sent.group)
 
 
 async def test_messages_of_one_dialer_keep_their_order_and_answers_find_their_dialer(transport):

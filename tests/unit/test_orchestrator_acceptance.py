@@ -160,3 +160,30 @@ def test_the_quick_look_says_what_the_rules_say(drawn, prompt):
         assert any(sample.reward > 1.0 or sample.reward < 0.0 for sample in drawn), (
             "only rounding of rewards"
         )
+
+
+@pytest.mark.parametrize(
+    ("prompt", "length", "right"),
+    [(6, 4, True), (7, 4, False), (3_000_000, 4, False), (1, 9, True), (2, 9, False), (10, 4, False)],
+)
+def test_a_sample_with_its_prompt_is_no_longer_than_the_model_allows(prompt, length, right, versions):
+    """What the trainer could not train it would be given again after every resume."""
+    masked = sample(
+        4,
+        length=length,
+        spans=((4, length),),
+        mask=Array.of([1] * 4 + [0] * (length - 4), "|u1"),
+        reward=0.5,
+    )
+    made = of(masked, masked, prompt=Array.of([1] * prompt, "<i4"))
+    need = msgspec.structs.replace(NEED, longest=10)
+    found = examine(made, need, versions)
+    assert (found == ((4,), (4,))) is right
+    if not right:
+        assert found.code == "shape" and "the model allows 10" in found.detail
+
+
+def test_a_reward_without_end_is_refused_where_every_reward_is_allowed(versions):
+    need = msgspec.structs.replace(NEED, reward_range=(-math.inf, math.inf))
+    endless = of(good(reward=math.inf), good())
+    assert quick(endless, need, versions) is None and examine(endless, need, versions).code == "reward"

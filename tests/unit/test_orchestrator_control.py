@@ -231,6 +231,29 @@ def test_a_silent_worker_is_gone_and_its_prompts_go_to_others_and_it_may_come_ba
     assert play.status().workers == (), "after a while it is forgotten"
 
 
+def test_a_worker_that_goes_silent_with_its_leases_again_and_again_rests():
+    play = Play(batch_groups=16, max_lag=0)
+    play.attach()
+    other = play.join("other", capacity=8)
+    held = [each.lease for each in play.leases(other)]
+    got = []
+    for _ in range(6):
+        got.append(len(play.leases(play.join("flaps", capacity=8))))
+        for _ in range(12):
+            play.wait(1.0)
+            play.beat(other, progress=[LeaseProgress(lease, int(play.now)) for lease in held])
+    assert got[0] == 8 and sum(got[1:]) <= 3, "one now and then, to try"
+
+
+def test_a_worker_that_was_silent_once_without_leases_has_lost_nothing():
+    play = Play(batch_groups=64)
+    play.attach()
+    play.join("idle", capacity=0)
+    play.wait(30.0)
+    play.attach(step=0)
+    assert len(play.leases(play.join("idle", capacity=20))) == 20
+
+
 def test_progress_keeps_a_lease_and_useless_work_is_cancelled():
     play = Play(lease_s=5.0, batch_groups=1, max_lag=0)
     play.attach()
@@ -345,8 +368,11 @@ def test_a_batch_is_answered_when_it_is_ready_and_again_when_it_is_asked_for_aga
     assert [each.key.ordinal for each in batch.groups] == [10, 11]
     assert batch.lags == ((0, 0), (0, 0)) and batch.waited_s == pytest.approx(3.0)
     assert batch.frontier == 14, "the next prompt that was never leased"
+    assert play.ask(0) == [], "it is on its way"
+    play.now += 2.0
     assert play.ask(0) == [batch]
     fill(play, w1, 2)
+    play.now += 4.0
     assert play.ask(0) == [batch]
     play.say(TRAINER, wire.Published(1, 1, 1))
     (second,) = play.ask(1)
@@ -355,6 +381,19 @@ def test_a_batch_is_answered_when_it_is_ready_and_again_when_it_is_asked_for_aga
     assert not refused.retry and "step 0" in refused.reason
     (refused,) = play.ask(5)
     assert not refused.retry
+
+
+def test_a_batch_that_is_long_on_its_way_is_not_sent_as_often_as_it_is_asked_for():
+    play = Play()
+    play.attach()
+    fill(play, play.join(), 2)
+    copies = len(play.ask(0))
+    for _ in range(300):  # ten minutes in which the disk is full, or the line slow
+        play.now += 2.0
+        copies += len(play.ask(0))
+    assert 2 < copies < 20
+    play.attach(step=0)
+    assert len(play.ask(0)) == 1, "over a new connection at once"
 
 
 def test_no_lag_means_that_nobody_generates_while_the_trainer_trains():

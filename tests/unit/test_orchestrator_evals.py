@@ -38,6 +38,7 @@ def test_version_0_is_measured_first_with_one_sample_per_prompt_and_takes_no_slo
         play.deliver(w1, lease)
     (batch,) = play.take(TRAINER)
     assert batch.evals == (EvalScore(0, 0, 0.5, 3),)
+    play.now += 2.0
     assert play.ask(0) == [batch]
     assert play.status().evals == (EvalScore(0, 0, 0.5, 3),), "told, and still shown"
 

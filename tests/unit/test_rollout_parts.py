@@ -14,9 +14,12 @@ from async_rl.envs import EnvironmentConfig, make_environment
 from async_rl.errors import EnvironmentFailed, NotFound, StoreUnavailable, WaitTimeout
 from async_rl.threads import in_daemon_thread
 from async_rl.weights.run import ensure_run
-from async_rl.wire import Prompt
+from async_rl.wire import GroupDone, Prompt
+from tests.orchestration import group, train_key
 from tests.weights_support import MemoryStore, ScriptedStore, shapes, write_model_dir
+from workers import rollout_leases
 from workers.rollout_ending import Ending, Over, cancel, delays, to_the_end, together
+from workers.rollout_leases import Leases, _Unacked
 from workers.rollout_process import _find_run
 from workers.rollout_rewards import Rewards
 
@@ -318,3 +321,28 @@ async def test_a_loop_that_swallows_a_cancellation_is_cancelled_again():
     await asyncio.sleep(0)
     await asyncio.wait_for(cancel(task), 10.0)
     assert task.cancelled() and rounds == 2
+
+
+async def test_a_group_that_nobody_acknowledges_is_sent_again_later_and_later_until_somebody_is_there(
+    monkeypatch,
+):
+    now, sent = [1000.0], []
+    monkeypatch.setattr(rollout_leases.time, "monotonic", lambda: now[0])
+
+    async def send(message):
+        sent.append(now[0])
+
+    leases = Leases("w", None, Ending(), None, send=send, reach=None)
+    unacked = _Unacked(GroupDone(1, group(train_key(1))), now[0], now[0])
+    leases._unacked[1] = unacked
+    await leases._send_group(unacked)
+    for _ in range(600):  # twenty minutes of heartbeats
+        now[0] += 2.0
+        await leases.send_again()
+    pauses = [after - before for before, after in itertools.pairwise(sent)]
+    assert pauses == [10.0, 20.0, 40.0, 80.0, 160.0, 320.0], "each copy waits in the socket's queue"
+    await leases.send_again(heard=True)
+    assert sent[-1] == now[0]
+    now[0] += 10.0
+    await leases.send_again()
+    assert sent[-1] == now[0], "and soon again"

@@ -94,3 +94,34 @@ async def test_a_group_that_is_cancelled_gives_its_places_back(two: Rewards) -> 
         await scoring
     assert await two.score_all(Judge(), Prompt(), ["a", "b"]) == [1.0, 1.0]
     assert two.waiting == 0
+
+
+class Rough:
+    """Does what code of others does: a graded program that calls exit, a client library that leaks a cancellation."""
+
+    name, reward_range = "rough", (0.0, 1.0)
+
+    async def reward(self, prompt: Prompt, completion: str) -> float:
+        if completion:
+            raise {"exit": SystemExit, "interrupt": KeyboardInterrupt, "cancel": asyncio.CancelledError}[
+                completion
+            ]
+        return 1.0
+
+
+@pytest.mark.parametrize("what", ["exit", "interrupt", "cancel"])
+async def test_what_a_reward_raises_fails_its_group_and_nothing_else(two: Rewards, what: str) -> None:
+    with pytest.raises(EnvironmentFailed, match="Exit|Interrupt|Cancelled"):
+        await asyncio.wait_for(two.score(Rough(), Prompt(), what), LIMIT_S)
+    assert await asyncio.wait_for(two.score(Rough(), Prompt(), ""), LIMIT_S) == 1.0
+
+
+async def test_a_group_cancelled_as_its_rewards_begin_gives_its_places_back() -> None:
+    rewards = Rewards(timeout_s=LIMIT_S, parallel=1)
+    scoring = asyncio.create_task(rewards.score_all(Judge(), Prompt(), ["a", "b"]))
+    await asyncio.sleep(0)
+    scoring.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await scoring
+    assert await asyncio.wait_for(rewards.score(Judge(), Prompt(), "abc"), LIMIT_S) == 3.0
+    rewards.close()

@@ -11,6 +11,7 @@ import sys
 import msgspec
 import pytest
 
+from async_rl import wire
 from async_rl.errors import ConfigError, Corrupt, StoreUnavailable
 from orchestrator.config import OrchestratorConfig
 from orchestrator.ledger import GroupLedger, hash_of
@@ -26,7 +27,7 @@ from orchestrator.records import (
 )
 from orchestrator.spool import Spool
 from orchestrator.versions import Versions
-from tests.orchestration import group, train_key
+from tests.orchestration import Play, group, train_key
 
 NOW = 0.0
 
@@ -351,4 +352,129 @@ def test_a_ledger_on_a_disk_keeps_only_the_files_it_may_need(folder):
     assert len(again.formed(59).groups) == 2
     assert again.take(Took(2, 49, 1, 98 + 4, (98, 99, 100, 101), False)) is not None
     assert again.replaying == 11, "a resume at the oldest checkpoint has all that it repeats"
+    spool.close()
+
+
+# ---------------------------------------------------------------- what another life left in the page cache
+
+
+class Killed(BaseException):
+    pass
+
+
+def end_at_once(spool):
+    """As a SIGKILL would."""
+    os.close(spool._file)
+    os.close(spool._lock)
+    spool._file = -1
+
+
+@pytest.mark.parametrize("error", [Killed(), OSError(errno.EIO, "broken")])
+def test_what_was_written_and_not_synced_is_synced_before_anybody_hears_of_it_again(
+    folder, monkeypatch, error
+):
+    spool = Spool(folder)
+    play = Play(journal=spool)
+    play.control.restore(spool.replay(), play.now)
+    play.attach()
+    lease = play.leases(play.join("w1"))[0]
+    spool.commit()
+    play.deliver(b"w1:1", lease)
+
+    def ends(_):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fdatasync", ends)
+        with pytest.raises(type(error)):
+            spool.commit()
+    end_at_once(spool)
+
+    done = []  # what the disk was asked to do, in order
+    write, sync = os.pwrite, os.fsync
+    monkeypatch.setattr(os, "pwrite", lambda *args: done.append("written") or write(*args))
+    monkeypatch.setattr(os, "fsync", lambda file: done.append("synced") or sync(file))
+    spool = Spool(folder)
+    play = Play(journal=spool)
+    play.control.restore(spool.replay(), play.now)
+    assert done == ["written", "synced", "synced"], (
+        "after an fsync that failed another one alone does nothing"
+    )
+    play.attach()
+    spool.commit()
+    assert wire.Ack(lease.lease, lease.key) in play.deliver(play.join("w1"), lease)
+    assert not spool.seal(), "for this the disk is not asked again"
+    spool.close()
+
+
+def test_a_power_cut_after_a_new_file_was_begun_loses_no_prompt(folder, monkeypatch):
+    synced = {}  # of each file, how much is on the disk
+
+    def sync(file):
+        status = os.fstat(file)
+        synced[status.st_ino] = status.st_size
+
+    monkeypatch.setattr(os, "fdatasync", sync)
+    monkeypatch.setattr(os, "fsync", sync)
+    config = OrchestratorConfig(batch_groups=4, max_lag=1)
+    spool = Spool(folder, segment_bytes=300)
+    ledger = GroupLedger(config, spool, itertools.count(1))
+    ledger.restore(spool.replay(), NOW)
+    ledger.open("run", "model")
+    ledger.publish(Version(0, -1, 0, ""))
+    ledger.take(Took(1, 0, -1, 0, (), False))
+    ledger.versions = Versions(ledger.tree, 0, NOW)
+
+    def deliver():
+        lease = ledger.lease("w1", 0, NOW)
+        ledger.deliver(lease.lease, "w1", group(lease.key), ((0,), (0,)), NOW)
+        spool.commit()
+
+    deliver()
+    leased = ledger.lease("w1", 0, NOW)  # nothing durable waits ...
+    ledger.rotate()  # ... when the new file is begun, whose Snapshot holds it
+    deliver()
+    for path in folder.glob("*.log"):
+        os.truncate(path, synced.get(path.stat().st_ino, 0))
+    end_at_once(spool)
+
+    spool = Spool(folder)
+    again = GroupLedger(config, spool, itertools.count(1000))
+    again.restore(spool.replay(), NOW)
+    assert spool.damaged == 0
+    assert leased.key in again.pool and not again.settled(leased.key), "or its group would be thrown away"
+    spool.close()
+
+
+def test_after_an_end_while_a_new_file_was_begun_the_old_one_is_appended_to_behind_its_last_record(folder):
+    write(folder, arrived(0), Leased(7, 1, "w1", 0))
+    path = newest(folder)
+    os.truncate(path, path.stat().st_size - 5)
+    (folder / f"{int(path.stem) + 1:08}.log").write_bytes(b"aRL1 cut short")
+    spool, _ = opened(folder)
+    for ordinal in (5, 6):
+        spool.append(arrived(ordinal))
+    spool.commit()
+    spool.close()
+    _, found = opened(folder)
+    assert [record.ordinal for record, _ in found if isinstance(record, Arrived)] == [0, 5, 6]
+
+
+def test_a_sector_that_cannot_be_read_costs_the_records_in_it(folder, monkeypatch):
+    places = write(folder, arrived(0), arrived(1, n=2000), arrived(2))
+    broken = places[1].offset + (64 << 10)
+    read = os.pread
+
+    def pread(file, size, at):
+        if at <= broken < at + size:
+            raise OSError(errno.EIO, "Input/output error")
+        return read(file, size, at)
+
+    monkeypatch.setattr(os, "pread", pread)
+    spool, found = opened(folder)
+    assert places[1].size > 128 << 10 and spool.damaged
+    assert [record.ordinal for record, _ in found if isinstance(record, Arrived)] == [0, 2]
+    assert spool.read(places[0]).ordinal == 0
+    with pytest.raises(Corrupt):
+        spool.read(places[1])
     spool.close()

@@ -66,7 +66,9 @@ def a_lineage() -> Lineage:
     return lineage
 
 
-def prepared(batch: Batch, *, max_lag: int = 2, lineage: Lineage | None = None, **advantage: Any):
+def prepared(
+    batch: Batch, *, max_lag: int = 2, lineage: Lineage | None = None, longest: int = 0, **advantage: Any
+):
     config = AdvantageConfig(**advantage)
     return prepare(
         batch,
@@ -76,6 +78,7 @@ def prepared(batch: Batch, *, max_lag: int = 2, lineage: Lineage | None = None, 
         vocab_size=10,
         advantage=config,
         max_tokens=4,
+        longest=longest,
     )
 
 
@@ -330,3 +333,13 @@ class LinkThat:
 
 class StoreThatIsNotRead:
     pass
+
+
+def test_what_is_longer_than_the_model_allows_is_left_out_and_the_step_goes_on():
+    """Also of a batch that was assigned before anybody looked: or every resume would end at it."""
+    group = a_batch((a_sample(1.0), a_sample(0.0))).groups[0]
+    length = len(group.prompt.numpy()) + len(group.samples[0].tokens.numpy())
+    batch = a_batch((a_sample(1.0), a_sample(0.0)))
+    assert prepared(batch, longest=length).groups == 1
+    left = prepared(batch, longest=length - 1)
+    assert left.groups == 0 and left.dropped == {"trainer_malformed": 1}

@@ -162,32 +162,3 @@ def test_a_long_completion_is_no_malformed_message():
     text = "a" * (2 << 20)  # some hundred thousand tokens: whoever generated them did nothing wrong
     done = wire.GroupDone(1, group(Key("train", 0), samples=(sample(text=text), sample(reward=0.0))))
     assert wire.decode(wire.encode(done)).group.samples[0].text == text
-
-
-@given(st.integers(0, 2**63 - 1), st.sampled_from([bytes, memoryview]))
-def test_a_group_has_its_own_bytes_beside_it(lease, kind):
-    sent = wire.GroupDone(lease, group(Key("train", 7)))
-    frame = wire.encode(sent)
-    came = wire.delivered(wire.decode(frame), kind(frame))
-    assert isinstance(came, wire.GroupDone) and (came.lease, came.group) == (lease, sent.group)
-    assert bytes(came.body) == msgspec.msgpack.encode(sent.group)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda frame: b"\x94" + frame[1:] + b"\xc0",  # a field of a release to come
-        lambda frame: b"\xdc\x00\x03" + frame[1:],  # an array that is longer than it had to be
-        lambda frame: frame[:12] + b"\xd3" + bytes(7) + frame[12:],  # likewise, a number
-    ],
-)
-def test_a_frame_that_another_encoder_made_is_a_group_without_its_bytes(change):
-    sent = wire.GroupDone(7, group(Key("train", 7)))
-    frame = change(wire.encode(sent))
-    came = wire.decode(frame)
-    assert came == sent and wire.delivered(came, frame) is came
-
-
-def test_only_groups_have_bytes_of_their_own():
-    credit = wire.Credit(2, 0)
-    assert wire.delivered(credit, wire.encode(credit)) is credit
