@@ -49,6 +49,7 @@ from async_rl.algo.packing import MicroBatch
 from async_rl.errors import ConfigError
 from async_rl.weights.rows import Published
 from workers.compute_type import compute_dtype
+from workers.context import longest_of
 from workers.custom_loss import custom_function
 from workers.file_names import find_names, persistent_buffers
 from workers.head import HeadSettings, LogitMap, usual_budget
@@ -92,7 +93,7 @@ class Learner:
         self._model = load_model(model.path, model.attention, device)
         self._names = find_names(self._model, Path(model.path))
         self.vocab_size: int = self._model.get_input_embeddings().weight.shape[0]
-        self.longest = _longest(self._model)
+        self.longest = longest_of(self._model.config.get_text_config().to_dict())
         """Tokens that the model allows in a sequence; 0: no limit is known."""
         _turn_off_dropout(self._model)
         self._router_coef = _router_coef(self._model, model.router_loss_coef)
@@ -359,11 +360,6 @@ def _router_coef(model: Any, wanted: float | None) -> float:
         model.config.output_router_logits = True
         return coef
     return 0.0
-
-
-def _longest(model: Any) -> int:
-    """What engines go by, too: they load nothing that allows them more (engines/model_files.py)."""
-    return int(getattr(model.config.get_text_config(), "max_position_embeddings", 0) or 0)
 
 
 def _turn_off_dropout(model: nn.Module) -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from async_rl.errors import EngineError
+from workers.context import longest_of
 from workers.engines.model_files import longest_sequence, stop_tokens
 from workers.engines.shards import check_same_model, find_shards, read_table
 from workers.engines.spans import version_spans
@@ -98,6 +99,22 @@ def test_the_longest_sequence_is_the_models_bounded_on_a_cpu(tmp_path):
     assert longest_sequence(tmp_path, 10000, on_cpu=True) == 10000
     with pytest.raises(EngineError, match="40960"):
         longest_sequence(tmp_path, 50000, on_cpu=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "allowed"),
+    [
+        ({}, 131072),
+        ({"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 4096}, 4096),
+        ({"rope_scaling": {"type": "su"}, "original_max_position_embeddings": 4096}, 4096),
+        ({"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 2048}}, 2048),
+        ({"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 2048}}, 131072),
+        ({"rope_parameters": {"full_attention": {"rope_type": "longrope"}}}, 131072),
+        ({"rope_scaling": None, "max_position_embeddings": None}, 0),
+    ],
+)
+def test_with_two_tables_of_positions_a_sequence_stays_within_the_first(changes, allowed):
+    assert longest_of({"max_position_embeddings": 131072, **changes}) == allowed
 
 
 def test_a_folder_without_a_config_is_refused(tmp_path):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.errors import EngineError
+from workers.context import longest_of
 
 __all__ = ["longest_sequence", "stop_tokens"]
 
@@ -35,7 +36,7 @@ def stop_tokens(folder: Path) -> frozenset[int]:
 def longest_sequence(folder: Path, wanted: int, on_cpu: bool) -> int:
     """Tokens of prompt and completion together: `wanted`, or for 0 what the model allows (bounded on a CPU)."""
     config = _read(folder / "config.json")
-    allowed = config.get("max_position_embeddings") or CPU_LONGEST
+    allowed = longest_of(config) or CPU_LONGEST
     if wanted > allowed:
         raise EngineError(
             f"rollout.max_model_len = {wanted}, but the model allows {allowed} tokens",
