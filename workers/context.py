@@ -1,10 +1,11 @@
-"""How long a sequence a model allows, from its config.json: engines load no more, the trainer trains no more. No torch.
+"""How long a sequence a model allows, from its config.json: engines load no more, the trainer trains no more. No
+torch.
 
 Models with "longrope" positions have two tables of frequencies, one for sequences within the context that they were
-first trained with and one for longer ones. vLLM takes one of them for all that it computes, by the longest sequence it
-is started for (vllm/model_executor/layers/rotary_embedding/phi3_long_rope_scaled_rope.py), transformers by the longest
-sequence of a batch. Both take the short one, always, where no sequence is longer than that first context: so it is the
-limit.
+first trained with and one for longer ones. vLLM takes one of them for all that it computes, by the longest sequence
+it is started for (model_executor/layers/rotary_embedding/phi3_long_rope_scaled_rope.py), transformers by the longest
+sequence of a batch. Both take the short one, always, where no sequence is longer than that first context: so it is
+the limit.
 """
 
 from __future__ import annotations
