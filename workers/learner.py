@@ -47,14 +47,16 @@ from async_rl.algo.losses import (
 )
 from async_rl.algo.packing import MicroBatch
 from async_rl.errors import ConfigError
+from async_rl.log import get_logger
 from async_rl.weights.rows import Published
+from workers.apart import Rows, settle_rows
 from workers.compute_type import compute_dtype
 from workers.custom_loss import custom_function
 from workers.file_names import find_names, persistent_buffers
 from workers.head import HeadSettings, LogitMap, usual_budget
 from workers.masters import Adapters, Masters, WholeMasters, adapted, local
 from workers.optimizers import OptimizerRows, make_optimizer, optimizer_rows, set_updates
-from workers.packed_attention import attends_packed, load_model
+from workers.packed_attention import load_model
 from workers.policy import Ask, Policy, Scores
 from workers.process_group import RankGroup
 from workers.row_inputs import loss_inputs, measured
@@ -64,6 +66,8 @@ from workers.stats import StepStats, stats_of
 from workers.utilisation import Utilisation, peak_of
 
 __all__ = ["Learner", "StepStats", "compute_dtype", "warmup_factor"]
+
+log = get_logger(__name__)
 
 
 def warmup_factor(updates: int, warmup_steps: int) -> float:
@@ -112,10 +116,17 @@ class Learner:
         self._optimizer = make_optimizer(self._masters.tensors, trainer)
         self._round_frozen()
         self._masters.show()
-        self._policy.check(device)
+        self._rows = self._settled(self._policy, model)
         peak = peak_of(device, self._dtype, trainer.peak_tflops)
         self.utilisation = Utilisation.of(self._model, peak, group.size)
         self._reference = self._load_reference(model) if loss.reference_coef else None
+        if not self._rows.packed and group.rank == 0:
+            log.warning(
+                "samples that lie in one row are not kept apart by this model with this attention: each is trained "
+                "in a row of its own, without shared prompts, which is slower",
+                model=type(self._model).__name__,
+                attention=self._model.config._attn_implementation,
+            )
 
     def _sharded(self, model: Any, *, offload: bool) -> Policy:
         token_bytes = self.vocab_size * self._dtype.itemsize
@@ -152,7 +163,12 @@ class Learner:
         """Whether rows may hold a prompt once for all of its samples: not where a mixture's routers are asked for
         balance, a mean over tokens in which a prompt counts as often as it is there."""
         wanted = self._trainer.share_prompts == "auto"
-        return wanted and attends_packed(self._model) and not self._router_coef
+        return wanted and self._rows.shared and not self._router_coef
+
+    def row_tokens(self, wanted: int) -> int:
+        """The limit to pack with, `wanted` where the model (and the reference) keep the samples of a row apart: else
+        one that no two samples fit into."""
+        return wanted if self._rows.packed else 1
 
     # ------------------------------------------------------------ one step
 
@@ -319,8 +335,21 @@ class Learner:
             parameter.data = parameter.data.bfloat16().to(self._dtype)
         _round_buffers(reference)
         policy = self._sharded(reference, offload=self._device.type != "cpu")
-        policy.check(self._device)
+        self._rows = self._rows.both(self._settled(policy, model))
         return policy
+
+    def _settled(self, policy: Policy, model: ModelConfig) -> Rows:
+        """What the policy's rows may hold, and its scores checked. Collective."""
+        rows = settle_rows(
+            policy,
+            self._group,
+            attention=model.attention,
+            vocabulary=self.vocab_size,
+            device=self._device,
+            dtype=self._dtype,
+        )
+        policy.check(self._device)
+        return rows
 
     @torch.no_grad()
     def _round_frozen(self) -> None:

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from async_rl.errors import ConfigError
+from async_rl.log import get_logger
 from workers.branched_attention import Branches, branched_attention, branches_of, visible
 from workers.pretrained import load_causal_lm
 
@@ -38,6 +39,8 @@ __all__ = [
     "packed_attention",
     "use_packed_attention",
 ]
+
+log = get_logger(__name__)
 
 PACKED = "async_rl_packed"
 """Its name among transformers' attentions."""
@@ -73,11 +76,35 @@ def fits(model: Any) -> bool:
 
 def load_model(folder: str, attention: str, device: torch.device) -> Any:
     """A policy in host memory and float32, with the attention that ModelConfig asks for. Raises ConfigError."""
-    theirs = "sdpa" if attention in ("auto", "packed") else attention
+    theirs = {"auto": None, "packed": "sdpa"}.get(attention, attention)  # None: sdpa, or eager where there is none
     model = load_causal_lm(Path(folder), dtype=torch.float32, attention=theirs)
-    if attention == "packed" or (attention == "auto" and device.type == "cpu" and fits(model)):
+    if attention == "packed":
         use_packed_attention(model)
+    elif attention == "auto" and device.type == "cpu" and fits(model):
+        use_packed_attention(model)
+        if not _is_told_the_cuts(model):
+            model.set_attn_implementation("sdpa")
     return model
+
+
+@torch.no_grad()
+def _is_told_the_cuts(model: Any) -> bool:
+    """Of a model that is not sharded yet. Some layers drop what they are given for their attention."""
+    place_T = torch.zeros(1, dtype=torch.int64)
+    try:
+        model(
+            input_ids=place_T[None],
+            position_ids=place_T[None],
+            use_cache=False,
+            **attention_inputs(model, place_T),
+        )
+    except ConfigError as error:
+        log.info(
+            "the model is not fit for packed attention: transformers' own takes its place",
+            reason=error.message,
+        )
+        return False
+    return True
 
 
 def use_packed_attention(model: Any) -> None:
@@ -118,17 +145,21 @@ def packed_attention(
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """query [1, H, T, D], key and value [1, G, T, D] -> [1, T, H, D]. Without `cuts` the row is one sample.
+    """query [1, H, T, D], key and value [1, G, T, D] -> [1, T, H, D].
 
-    Raises ConfigError where the layer is not causal or comes with a mask."""
+    Raises ConfigError where the layer is not causal, comes with a mask, or was not given the cuts."""
     if attention_mask is not None or not getattr(module, "is_causal", True):
         raise ConfigError(
             f"{type(module).__name__} does not attend causally, or has a mask of its own",
             hint='set model.attention = "sdpa"',
         )
+    if cuts is None:
+        raise ConfigError(
+            f"{type(module).__name__} was not told where the samples of its row begin: the model does not hand that on",
+            hint='set model.attention = "sdpa"',
+        )
     if isinstance(cuts, Branches):
         return branched_attention(query[0], key[0], value[0], cuts, scaling, sliding_window)[None], None
-    cuts = cuts or Cuts([(1, query.shape[2])])
     tokens = [samples * length for samples, length in cuts]
     queries, keys, values = (
         each[0].split(tokens, 1)  # type: ignore[no-untyped-call]
