@@ -85,7 +85,7 @@ def settle_rows(
             return found
         if attention != "auto":
             raise ConfigError(
-                f"with packed attention {type(policy.model).__name__} says something else than with transformers' own",
+                f"{type(policy.model).__name__} is not computed right by packed attention",
                 hint='set model.attention = "sdpa"',
             )
         policy.model.set_attn_implementation("sdpa")
@@ -110,13 +110,11 @@ class _Trial:
 
     def keeps_apart(self) -> bool:
         """By transformers' own attention."""
-        if _picks_keys(self._policy.model):
-            return False
         for seed in range(DRAWS):
             samples = self._samples(seed)
             off = self._in_rows(samples, [self._alone(each) for each in samples])
             if not self._anywhere(not off.later <= self._allowed(off.first)):
-                return True
+                return not _picks_keys(self._policy.model)
         return False
 
     def of_packed(self) -> Rows | None:
@@ -153,16 +151,18 @@ class _Trial:
         config = self._policy.model.config.get_text_config()
         most = getattr(config, "max_position_embeddings", None) or LONGEST_WINDOW * 2
         window = getattr(config, "sliding_window", None)
-        short = min(TOKENS, most)
+        short = min(TOKENS, max(2, most // 4))  # some models allow no longer rows
         long = short
         if isinstance(window, int) and window <= LONGEST_WINDOW:
-            long = min(max(short, window + EDGE), most)
+            long = max(short, min(window + EDGE, most - 3 * short))
         draw = torch.Generator().manual_seed(seed)
         lengths = (long, max(2, short - 3), max(2, short - 3), max(2, short - 5))
         return [torch.randint(0, self._vocabulary, (each,), generator=draw) for each in lengths]
 
     def _in_rows(self, samples: Sequence[Tensor], alone: Sequence[Tensor]) -> _Off:
-        first, later, beginnings = [], [], []
+        first: list[Tensor] = []
+        later: list[Tensor] = []
+        beginnings: list[Tensor] = []
         for order in ((0, 1, 2, 3), (2, 3, 0, 1)):
             row = [(samples[each], 0) for each in order]
             for at, (found, each) in enumerate(zip(self._said(row), order, strict=True)):
@@ -179,10 +179,7 @@ class _Trial:
         row = [(trunk, 0), *((branch, prompt - 1) for branch in branches)]
         _, *found = self._said(row)
         return _mean(
-            [
-                _off(said, whole[:, -said.shape[1] :])
-                for said, whole in zip(found, alone[1:], strict=True)
-            ]
+            [_off(said, whole[:, -said.shape[1] :]) for said, whole in zip(found, alone[1:], strict=True)]
         )
 
     def _alone(self, sample: Tensor) -> Tensor:
@@ -201,7 +198,7 @@ class _Trial:
         self._policy.give_back()
         self.balanced = self.balanced or scores.aux_loss is not None
         both = torch.stack([scores.logprobs_K, scores.entropy_K]).double().cpu()
-        return list(both.split([len(each) for each in kept], 1))
+        return list(torch.split(both, [len(each) for each in kept], 1))
 
 
 def _kept(length: int) -> Tensor:
@@ -246,5 +243,5 @@ def _own_attention(model: Any) -> Iterator[None]:
 @contextmanager
 def _not_compiled() -> Iterator[None]:
     """Each of the few shapes here would be compiled, for minutes."""
-    with torch.compiler.set_stance("force_eager"):  # type: ignore[no-untyped-call]
+    with torch.compiler.set_stance("force_eager"):
         yield

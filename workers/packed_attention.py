@@ -76,8 +76,10 @@ def fits(model: Any) -> bool:
 
 def load_model(folder: str, attention: str, device: torch.device) -> Any:
     """A policy in host memory and float32, with the attention that ModelConfig asks for. Raises ConfigError."""
-    theirs = {"auto": None, "packed": "sdpa"}.get(attention, attention)  # None: sdpa, or eager where there is none
+    # None: sdpa, or eager where there is none.
+    theirs = {"auto": None, "packed": "sdpa"}.get(attention, attention)
     model = load_causal_lm(Path(folder), dtype=torch.float32, attention=theirs)
+    _refuse_moving_positions(model, folder)
     if attention == "packed":
         use_packed_attention(model)
     elif attention == "auto" and device.type == "cpu" and fits(model):
@@ -85,6 +87,25 @@ def load_model(folder: str, attention: str, device: torch.device) -> Any:
         if not _is_told_the_cuts(model):
             model.set_attn_implementation("sdpa")
     return model
+
+
+def _refuse_moving_positions(model: Any, folder: str) -> None:
+    """Raises ConfigError where transformers chooses the frequencies of positions by the longest sample of a row: what
+    it says of a sample would depend on the others.
+
+    "longrope" has a short and a long table. vLLM takes one for all of a run, by the longest sequence that it is
+    started for, which no trainer knows; where the model's own limit leaves only the short one, all take that."""
+    config = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    for each in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        kind = str(each.get("rope_type", ""))
+        short = each.get("original_max_position_embeddings") or 0
+        if "dynamic" in kind or (kind == "longrope" and config.max_position_embeddings > short):
+            raise ConfigError(
+                f'the model in {folder} has rope_type = "{kind}": what it computes for a sample would depend on '
+                "the other samples of the row, and differ from what engines compute",
+                hint="train a model with another rope_type (default, linear, yarn, llama3)",
+            )
 
 
 @torch.no_grad()
@@ -155,7 +176,7 @@ def packed_attention(
         )
     if cuts is None:
         raise ConfigError(
-            f"{type(module).__name__} was not told where the samples of its row begin: the model does not hand that on",
+            f"{type(module).__name__} was not told where the samples of its row begin: the model hands nothing on",
             hint='set model.attention = "sdpa"',
         )
     if isinstance(cuts, Branches):

@@ -54,7 +54,9 @@ def _hide_if_broken(package: str) -> None:
 
 
 def load_causal_lm(path: Path, *, dtype: torch.dtype, attention: str | None) -> Any:
-    """The model in host memory, in eval mode. `attention`: None for what transformers takes by itself. Raises ConfigError for a folder that holds none."""
+    """The model in host memory, in eval mode. `attention`: None for what transformers takes by itself.
+
+    Raises ConfigError for a folder that holds none."""
     if not (path / "config.json").is_file():
         raise ConfigError(
             f"{path} is no model folder: it has no config.json",
