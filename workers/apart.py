@@ -72,8 +72,8 @@ def settle_rows(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Rows:
-    """Try the model's attention, and change it where `attention` (of ModelConfig) leaves the choice. Collective, with
-    the same result on every rank. `dtype`: of the matrix products.
+    """Try the attention of a policy that was checked, and change it where `attention` (of ModelConfig) leaves the
+    choice. Collective, with the same result on every rank. `dtype`: of the matrix products.
 
     Raises ConfigError where packed attention was asked for by name, and is not this model's even for one sample."""
     trial = _Trial(policy, group, vocabulary, device, ROUNDING[dtype])
@@ -126,7 +126,7 @@ class _Trial:
             family = _family(samples)
             with _own_attention(self._policy.model):
                 alone = [self._alone(each) for each in samples]
-                branches = [self._alone(each) for each in family]
+                branches = [self._alone(each, _prompt(samples[0]) - 1) for each in family[1:]]
                 allowed = self._allowed(self._in_rows(samples, alone).first)
             off = self._in_rows(samples, alone)
             behind = self._behind_one_prompt(family, branches)
@@ -173,27 +173,27 @@ class _Trial:
         return _Off(_mean(first), max(_mean(later), _mean(beginnings)))
 
     def _behind_one_prompt(self, family: Sequence[Tensor], alone: Sequence[Tensor]) -> float:
-        """Of the branches, how far they are off; both begin in the middle of their prompt's trunk."""
+        """Of the branches, how far they are off from `alone`, what they say alone from their first own token on."""
         trunk, *branches = family
         prompt = _prompt(trunk)
         row = [(trunk, 0), *((branch, prompt - 1) for branch in branches)]
         _, *found = self._said(row)
-        return _mean(
-            [_off(said, whole[:, -said.shape[1] :]) for said, whole in zip(found, alone[1:], strict=True)]
-        )
+        return _mean([_off(said, whole) for said, whole in zip(found, alone, strict=True)])
 
-    def _alone(self, sample: Tensor) -> Tensor:
-        return self._said([(sample, 0)])[0]
+    def _alone(self, sample: Tensor, first: int = 0) -> Tensor:
+        """Of the tokens from `first` on."""
+        return self._said([(sample, 0)], first)[0]
 
-    def _said(self, row: Sequence[tuple[Tensor, int]]) -> list[Tensor]:
-        """Of samples in a row, each from the token given on: log-probabilities and entropies [2, K]."""
+    def _said(self, row: Sequence[tuple[Tensor, int]], first: int = 0) -> list[Tensor]:
+        """Of samples in a row, each laid from the token given on, asked `first` tokens later: log-probabilities and
+        entropies [2, K]."""
         ids_T = torch.cat([sample[start:] for sample, start in row])
         places_T = torch.cat([torch.arange(start, len(sample)) for sample, start in row])
-        kept = [_kept(len(sample) - start) for sample, start in row]
+        kept = [first + _kept(len(sample) - start - first) for sample, start in row]
         ends = torch.tensor([0, *(len(sample) - start for sample, start in row)]).cumsum(0)
         kept_K = torch.cat([each + end for each, end in zip(kept, ends, strict=False)])
         targets_K = torch.cat([sample.roll(-1)[start:] for sample, start in row])[kept_K]
-        ask = Ask(kept_K.to(self._device), targets_K.to(self._device), whole=True)
+        ask = Ask(kept_K.to(self._device), targets_K.to(self._device))
         scores = self._policy(ids_T.to(self._device), places_T.to(self._device), ask)
         self._policy.give_back()
         self.balanced = self.balanced or scores.aux_loss is not None

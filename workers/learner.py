@@ -361,8 +361,9 @@ class Learner:
         return policy
 
     def _settled(self, policy: Policy, model: ModelConfig) -> Rows:
-        """What the policy's rows may hold, and its scores checked. Collective."""
-        rows = settle_rows(
+        """What the policy's rows may hold, once its scores are checked. Collective."""
+        policy.check(self._device)
+        return settle_rows(
             policy,
             self._group,
             attention=model.attention,
@@ -370,8 +371,6 @@ class Learner:
             device=self._device,
             dtype=self._dtype,
         )
-        policy.check(self._device)
-        return rows
 
     @torch.no_grad()
     def _round_frozen(self) -> None:

@@ -156,6 +156,15 @@ def test_rounding_of_16_bits_is_not_taken_for_a_leak_nor_a_leak_for_rounding(
     assert learner.shares_prompts == (settled == "packed")
 
 
+@pytest.mark.parametrize("family", ["mistral", "qwen2_moe"])
+def test_windows_that_are_longer_than_a_few_tokens_are_tried_too(
+    tmp_path: Path, group: RankGroup, family: str
+):
+    learner = learner_of(save(tmp_path, family, sliding_window=40), group, router_loss_coef=0.0)
+    assert learner.row_tokens(7) == 7
+    assert learner.shares_prompts == (family == "mistral")
+
+
 def test_packed_attention_that_misses_a_window_is_refused_where_it_was_asked_for(
     tmp_path: Path, group: RankGroup
 ):
