@@ -70,8 +70,12 @@ def fits(model: Any) -> bool:
         )
         and LAYERS.issuperset(getattr(config, "layer_types", None) or ())
         and getattr(config, "attention_chunk_size", None) is None
-        and getattr(config, "attn_logit_softcapping", None) is None
+        and not _caps_scores(model)
     )
+
+
+def _caps_scores(model: Any) -> bool:
+    return getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
 
 
 def load_model(folder: str, attention: str, device: torch.device) -> Any:
@@ -82,6 +86,8 @@ def load_model(folder: str, attention: str, device: torch.device) -> Any:
     _refuse_moving_positions(model, folder)
     if attention == "packed":
         use_packed_attention(model)
+    elif attention == "auto" and _caps_scores(model):
+        model.set_attn_implementation("eager")  # sdpa leaves the cap out, and engines do not
     elif attention == "auto" and device.type == "cpu" and fits(model):
         use_packed_attention(model)
         if not _is_told_the_cuts(model):

@@ -34,9 +34,10 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True):
     attention: Literal["auto", "packed", "sdpa", "eager", "flash_attention_2"] = "auto"
     """packed: each sample of a row attends by itself (workers/packed_attention.py), so that the samples' own squares
     are computed and not the row's; on a CPU 4 to 6 times as fast. The others are those of transformers;
-    flash_attention_2 has to be installed. auto: packed on a CPU where it computes what the model is, else sdpa,
-    or eager where the model has no sdpa. Not every model keeps the samples of a row apart: at the start it is tried
-    (workers/apart.py), and where it does not, a warning says so, and each sample gets a row of its own."""
+    flash_attention_2 has to be installed. auto: packed on a CPU where it computes what the model is, else sdpa, or
+    eager where sdpa is not what the model is (gpt-oss, Gemma 2). Not every model keeps the samples of a row apart: at
+    the start it is tried (workers/apart.py), and where it does not, a warning says so, and each sample gets a row of
+    its own."""
     activation_checkpointing: bool = False
     """Compute activations again in the backward pass: less memory, about a third more time."""
     compile: bool = False

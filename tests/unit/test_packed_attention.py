@@ -199,6 +199,17 @@ def test_a_model_that_hands_no_cuts_on_is_left_its_own_attention(tmp_path: Path)
     assert not attends_packed(load_model(folder, "auto", torch.device("cpu")))
 
 
+def test_scores_that_are_capped_are_not_left_to_an_attention_without_a_cap(tmp_path: Path) -> None:
+    model_of("Gemma2", attn_logit_softcapping=2.0).save_pretrained(tmp_path)
+    place = positions((7,))
+    said = []
+    for attention in ("auto", "eager", "sdpa"):
+        model = load_model(str(tmp_path), attention, torch.device("cpu"))
+        said.append(model(input_ids=place[None], use_cache=False, **attention_inputs(model, place)).logits)
+    assert torch.equal(said[0], said[1])
+    assert not torch.allclose(said[0], said[2], rtol=1e-2), "or it says nothing"
+
+
 def test_it_is_the_choice_on_a_cpu_and_nobodys_elsewhere_unless_it_is_named(tmp_path: Path) -> None:
     folder = str(save_tiny_model(tmp_path))
 
