@@ -118,12 +118,12 @@ class Learner:
         self._round_frozen()
         self._masters.show()
         self.adapters = self._adapters_of(model)
-        self._rows = self._settled(self._policy, model)
+        self._rows = own = self._settled(self._policy, model)
         peak = peak_of(device, self._dtype, trainer.peak_tflops)
         self.utilisation = Utilisation.of(self._model, peak, group.size)
         self._reference = self._load_reference(model) if loss.reference_coef else None
         if group.rank == 0:
-            self._tell_what_is_left_out(model)
+            self._tell_what_is_left_out(model, own)
         if not self._rows.balanced:
             self._router_coef = 0.0  # prompts may be shared
 
@@ -147,14 +147,18 @@ class Learner:
             on_host=on_host,
         )
 
-    def _tell_what_is_left_out(self, model: ModelConfig) -> None:
+    def _tell_what_is_left_out(self, model: ModelConfig, own: Rows) -> None:
+        """`own`: without the reference."""
         name = type(self._model).__name__
         if not self._rows.packed:
+            who, leaks = "this", self._policy
+            if self._reference is not None and own.packed:
+                who, leaks = "the reference", self._reference
             log.warning(
-                "samples that lie in one row are not kept apart by this model with this attention: each is trained "
+                f"samples that lie in one row are not kept apart by {who} model with this attention: each is trained "
                 "in a row of its own, without shared prompts, which is slower",
-                model=name,
-                attention=self._model.config._attn_implementation,
+                model=type(leaks.model).__name__,
+                attention=leaks.model.config._attn_implementation,
             )
         if (self._router_coef or model.router_loss_coef) and not self._rows.balanced:
             log.warning(

@@ -196,6 +196,7 @@ def test_a_reference_that_does_not_keep_samples_apart_decides_for_the_policy_too
     assert attends_packed(learner._model)
     assert learner.row_tokens(1000) == 1 and not learner.shares_prompts
     assert sum(WARNING in record.message for record in caplog.records) == 1
+    assert "by the reference model" in caplog.text
 
 
 @pytest.mark.slow
