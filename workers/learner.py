@@ -27,6 +27,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -47,15 +48,19 @@ from async_rl.algo.losses import (
 )
 from async_rl.algo.packing import MicroBatch
 from async_rl.errors import ConfigError
+from async_rl.log import get_logger
 from async_rl.weights.rows import Published
+from workers.adapter_scale import AdapterScale
+from workers.apart import Rows, settle_rows
 from workers.compute_type import compute_dtype
 from workers.context import longest_of
 from workers.custom_loss import custom_function
 from workers.file_names import find_names, persistent_buffers
+from workers.frozen import frozen_digest
 from workers.head import HeadSettings, LogitMap, usual_budget
 from workers.masters import Adapters, Masters, WholeMasters, adapted, local
 from workers.optimizers import OptimizerRows, make_optimizer, optimizer_rows, set_updates
-from workers.packed_attention import attends_packed, load_model
+from workers.packed_attention import load_model
 from workers.policy import Ask, Policy, Scores
 from workers.process_group import RankGroup
 from workers.row_inputs import loss_inputs, measured
@@ -65,6 +70,8 @@ from workers.stats import StepStats, stats_of
 from workers.utilisation import Utilisation, peak_of
 
 __all__ = ["Learner", "StepStats", "compute_dtype", "warmup_factor"]
+
+log = get_logger(__name__)
 
 
 def warmup_factor(updates: int, warmup_steps: int) -> float:
@@ -98,8 +105,7 @@ class Learner:
         _turn_off_dropout(self._model)
         self._router_coef = _router_coef(self._model, model.router_loss_coef)
         if model.activation_checkpointing:
-            self._model.gradient_checkpointing_enable({"use_reentrant": False})
-            self._model.train()  # transformers checkpoints only then; dropout is off anyway
+            _checkpoint_activations(self._model)
         targets = adapted(self._model, model) if model.lora_rank else []
         if model.compile:
             for layer in decoder_layers(self._model):
@@ -109,16 +115,20 @@ class Learner:
 
         self._seen: dict[str, DTensor] = dict(self._model.named_parameters())
         self._masters = self._make_masters(model, targets)
-        self.adapters = model.adapters
         self._gradients: dict[str, DTensor] = {}  # of the masters
         self.updates = 0  # of the optimizer: steps less refused ones
         self._optimizer = make_optimizer(self._masters.tensors, trainer)
         self._round_frozen()
         self._masters.show()
-        self._policy.check(device)
+        self.adapters = self._adapters_of(model)
+        self._rows = own = self._settled(self._policy, model)
         peak = peak_of(device, self._dtype, trainer.peak_tflops)
         self.utilisation = Utilisation.of(self._model, peak, group.size)
         self._reference = self._load_reference(model) if loss.reference_coef else None
+        if group.rank == 0:
+            self._tell_what_is_left_out(model, own)
+        if not self._rows.balanced:
+            self._router_coef = 0.0  # prompts may be shared
 
     def _sharded(self, model: Any, *, offload: bool) -> Policy:
         token_bytes = self.vocab_size * self._dtype.itemsize
@@ -140,6 +150,33 @@ class Learner:
             on_host=on_host,
         )
 
+    def _tell_what_is_left_out(self, model: ModelConfig, own: Rows) -> None:
+        """`own`: without the reference."""
+        name = type(self._model).__name__
+        if not self._rows.packed:
+            who, leaks = "this", self._policy
+            if self._reference is not None and own.packed:
+                who, leaks = "the reference", self._reference
+            log.warning(
+                f"samples that lie in one row are not kept apart by {who} model with this attention: each is trained "
+                "in a row of its own, without shared prompts, which is slower",
+                model=type(leaks.model).__name__,
+                attention=leaks.model.config._attn_implementation,
+            )
+        if (self._router_coef or model.router_loss_coef) and not self._rows.balanced:
+            log.warning(
+                "the model has no balance loss of routers: model.router_loss_coef does nothing", model=name
+            )
+
+    def _adapters_of(self, model: ModelConfig) -> AdapterScale:
+        """What a checkpoint has to say of the weights that it does not hold. Before any of them was trained: all is
+        seen as it is in the model's folder. Collective."""
+        frozen: dict[str, Tensor] = dict(persistent_buffers(self._model))
+        if model.lora_rank:
+            frozen |= self._seen
+        base = frozen_digest(frozen, self._placement, self._group)
+        return msgspec.structs.replace(model.adapters, base=base)
+
     def parameters(self) -> dict[str, DTensor]:
         """transformers' names to sharded parameters; rounded to bfloat16 they are what the forward pass
         sees."""
@@ -155,7 +192,12 @@ class Learner:
         """Whether rows may hold a prompt once for all of its samples: not where a mixture's routers are asked for
         balance, a mean over tokens in which a prompt counts as often as it is there."""
         wanted = self._trainer.share_prompts == "auto"
-        return wanted and attends_packed(self._model) and not self._router_coef
+        return wanted and self._rows.shared and not self._router_coef
+
+    def row_tokens(self, wanted: int) -> int:
+        """The limit to pack with, `wanted` where the model (and the reference) keep the samples of a row apart: else
+        one that no two samples fit into."""
+        return wanted if self._rows.packed else 1
 
     # ------------------------------------------------------------ one step
 
@@ -322,8 +364,20 @@ class Learner:
             parameter.data = parameter.data.bfloat16().to(self._dtype)
         _round_buffers(reference)
         policy = self._sharded(reference, offload=self._device.type != "cpu")
-        policy.check(self._device)
+        self._rows = self._rows.both(self._settled(policy, model))
         return policy
+
+    def _settled(self, policy: Policy, model: ModelConfig) -> Rows:
+        """What the policy's rows may hold, once its scores are checked. Collective."""
+        policy.check(self._device)
+        return settle_rows(
+            policy,
+            self._group,
+            attention=model.attention,
+            vocabulary=self.vocab_size,
+            device=self._device,
+            dtype=self._dtype,
+        )
 
     @torch.no_grad()
     def _round_frozen(self) -> None:
@@ -363,16 +417,28 @@ def _router_coef(model: Any, wanted: float | None) -> float:
 
 
 def _turn_off_dropout(model: nn.Module) -> None:
-    """Nothing is left to chance: pi must be the policy that the engines serve. Rates of dropout, of layers dropped,
-    of routers' noise stand in modules of their own or as plain numbers, by many names; while activations are
-    checkpointed the model trains, and would use them."""
+    """Nothing is left to chance: pi must be the policy that the engines serve. Rates of dropout, and of layers
+    dropped, stand in modules of their own or as plain numbers, by many names; layers whose activations are
+    checkpointed are in their training mode, and would use them. What is called noise or jitter is left alone: where
+    it is noise, a module below the layers adds it, in training mode only; and Phi-MoE means a threshold by it."""
     model.eval()
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         for name, value in list(vars(module).items()):
-            if isinstance(value, float) and ("drop" in name or "jitter" in name):
+            if isinstance(value, float) and "drop" in name:
                 setattr(module, name, 0.0)
+
+
+def _checkpoint_activations(model: Any) -> None:
+    """transformers' layers do it in training mode only: that of the layer itself. What lies in it stays as it is
+    served; routers that draw at random while they train are among it."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.training = True
 
 
 @torch.no_grad()

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from async_rl.errors import ConfigError
+from async_rl.log import get_logger
 from workers.branched_attention import Branches, branched_attention, branches_of, visible
 from workers.pretrained import load_causal_lm
 
@@ -38,6 +39,8 @@ __all__ = [
     "packed_attention",
     "use_packed_attention",
 ]
+
+log = get_logger(__name__)
 
 PACKED = "async_rl_packed"
 """Its name among transformers' attentions."""
@@ -67,17 +70,68 @@ def fits(model: Any) -> bool:
         )
         and LAYERS.issuperset(getattr(config, "layer_types", None) or ())
         and getattr(config, "attention_chunk_size", None) is None
-        and getattr(config, "attn_logit_softcapping", None) is None
+        and not _caps_scores(model)
     )
+
+
+def _caps_scores(model: Any) -> bool:
+    return getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
 
 
 def load_model(folder: str, attention: str, device: torch.device) -> Any:
     """A policy in host memory and float32, with the attention that ModelConfig asks for. Raises ConfigError."""
-    theirs = "sdpa" if attention in ("auto", "packed") else attention
+    # None: sdpa, or eager where there is none.
+    theirs = {"auto": None, "packed": "sdpa"}.get(attention, attention)
     model = load_causal_lm(Path(folder), dtype=torch.float32, attention=theirs)
-    if attention == "packed" or (attention == "auto" and device.type == "cpu" and fits(model)):
+    _refuse_moving_positions(model, folder)
+    if attention == "packed":
         use_packed_attention(model)
+    elif attention == "auto" and _caps_scores(model):
+        model.set_attn_implementation("eager")  # sdpa leaves the cap out, and engines do not
+    elif attention == "auto" and device.type == "cpu" and fits(model):
+        use_packed_attention(model)
+        if not _is_told_the_cuts(model):
+            model.set_attn_implementation("sdpa")
     return model
+
+
+def _refuse_moving_positions(model: Any, folder: str) -> None:
+    """Raises ConfigError where transformers chooses the frequencies of positions by the longest sample of a row: what
+    it says of a sample would depend on the others.
+
+    "longrope" has a short and a long table. vLLM takes one for all of a run, by the longest sequence that it is
+    started for, which no trainer knows; where the model's own limit leaves only the short one, all take that."""
+    config = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    for each in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        kind = str(each.get("rope_type", ""))
+        short = each.get("original_max_position_embeddings") or 0
+        if "dynamic" in kind or (kind == "longrope" and config.max_position_embeddings > short):
+            raise ConfigError(
+                f'the model in {folder} has rope_type = "{kind}": what it computes for a sample would depend on '
+                "the other samples of the row, and differ from what engines compute",
+                hint="train a model with another rope_type (default, linear, yarn, llama3)",
+            )
+
+
+@torch.no_grad()
+def _is_told_the_cuts(model: Any) -> bool:
+    """Of a model that is not sharded yet. Some layers drop what they are given for their attention."""
+    place_T = torch.zeros(1, dtype=torch.int64)
+    try:
+        model(
+            input_ids=place_T[None],
+            position_ids=place_T[None],
+            use_cache=False,
+            **attention_inputs(model, place_T),
+        )
+    except ConfigError as error:
+        log.info(
+            "the model is not fit for packed attention: transformers' own takes its place",
+            reason=error.message,
+        )
+        return False
+    return True
 
 
 def use_packed_attention(model: Any) -> None:
@@ -118,17 +172,21 @@ def packed_attention(
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """query [1, H, T, D], key and value [1, G, T, D] -> [1, T, H, D]. Without `cuts` the row is one sample.
+    """query [1, H, T, D], key and value [1, G, T, D] -> [1, T, H, D].
 
-    Raises ConfigError where the layer is not causal or comes with a mask."""
+    Raises ConfigError where the layer is not causal, comes with a mask, or was not given the cuts."""
     if attention_mask is not None or not getattr(module, "is_causal", True):
         raise ConfigError(
             f"{type(module).__name__} does not attend causally, or has a mask of its own",
             hint='set model.attention = "sdpa"',
         )
+    if cuts is None:
+        raise ConfigError(
+            f"{type(module).__name__} was not told where the samples of its row begin: the model hands nothing on",
+            hint='set model.attention = "sdpa"',
+        )
     if isinstance(cuts, Branches):
         return branched_attention(query[0], key[0], value[0], cuts, scaling, sliding_window)[None], None
-    cuts = cuts or Cuts([(1, query.shape[2])])
     tokens = [samples * length for samples, length in cuts]
     queries, keys, values = (
         each[0].split(tokens, 1)  # type: ignore[no-untyped-call]

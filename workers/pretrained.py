@@ -53,8 +53,10 @@ def _hide_if_broken(package: str) -> None:
     sys.modules[package] = None  # type: ignore[assignment]  # find_spec says "not there"
 
 
-def load_causal_lm(path: Path, *, dtype: torch.dtype, attention: str) -> Any:
-    """The model in host memory, in eval mode. Raises ConfigError for a folder that holds none."""
+def load_causal_lm(path: Path, *, dtype: torch.dtype, attention: str | None) -> Any:
+    """The model in host memory, in eval mode. `attention`: None for what transformers takes by itself.
+
+    Raises ConfigError for a folder that holds none."""
     if not (path / "config.json").is_file():
         raise ConfigError(
             f"{path} is no model folder: it has no config.json",

@@ -21,6 +21,7 @@ from async_rl.store.base import ObjectStore
 from async_rl.weights.run import open_run
 from async_rl.wire import Batch
 from workers import checkpoints
+from workers.adapter_scale import check_scale
 from workers.batches import Lineage, prepare
 from workers.learner import Learner
 from workers.metrics import plain
@@ -86,6 +87,7 @@ def replay(
         )
         step = 0
         if checkpoint is not None:
+            check_scale(checkpoint.adapters, learner.adapters, checkpoint.name)
             checkpoints.restore(store, checkpoint, 0, learner.rows())
             learner.restored(checkpoint.progress.updates)
             step = checkpoint.progress.step

@@ -33,9 +33,11 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True):
     AVX2)."""
     attention: Literal["auto", "packed", "sdpa", "eager", "flash_attention_2"] = "auto"
     """packed: each sample of a row attends by itself (workers/packed_attention.py), so that the samples' own squares
-    are computed and not the row's; on a CPU 4 to 6 times as fast. The others are those of transformers; all keep
-    packed samples apart. flash_attention_2 has to be installed. auto: packed on a CPU where the model's attention is
-    plainly causal, sdpa elsewhere."""
+    are computed and not the row's; on a CPU 4 to 6 times as fast. The others are those of transformers;
+    flash_attention_2 has to be installed. auto: packed on a CPU where it computes what the model is, else sdpa, or
+    eager where sdpa is not what the model is (gpt-oss, Gemma 2). Not every model keeps the samples of a row apart: at
+    the start it is tried (workers/apart.py), and where it does not, a warning says so, and each sample gets a row of
+    its own."""
     activation_checkpointing: bool = False
     """Compute activations again in the backward pass: less memory, about a third more time."""
     compile: bool = False
@@ -45,7 +47,7 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True):
     router_loss_coef: NotNegative | None = None
     """Of a mixture of experts: weight of its routers' balance loss. Left out: the model's own, router_aux_loss_coef
     of its config.json, which is what it was pretrained with and may be large beside a policy gradient (gpt-oss says
-    0.9). 0: none."""
+    0.9). 0: none, as for models that have no such loss, whatever is set."""
 
     lora_rank: Count = 0
     """Train low-rank adapters of this rank in the place of the weights; 0: train all weights. What is published and
@@ -119,12 +121,13 @@ class TrainerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     (docs/verification.md) by the samples of the first share, another one at every step, because the others meet a
     policy that has moved; by all samples where the loss asks for the proximal policy (decoupled, icepop)."""
     microbatch_tokens: AtLeastOne = 4096
-    """Tokens packed into one forward pass; a longer sample gets one of its own. Memory grows with it; so does the
+    """Tokens packed into one forward pass; a longer sample gets one of its own, as does every sample of a model that
+    does not keep samples apart (model.attention). Memory grows with it; so does the
     time of attention, with its square, unless model.attention is packed or flash_attention_2."""
     share_prompts: Literal["auto", "off"] = "auto"
     """auto: the samples of a group lie behind one copy of their prompt, and all but attention is computed for it once
-    (its tokens less n - 1 times); where model.attention is packed, and a mixture's routers have no balance loss. off:
-    each sample with a prompt of its own. Gradients are the same but for rounding."""
+    (its tokens less n - 1 times); where attention is packed and was found to understand it, and a mixture's routers
+    have no balance loss. off: each sample with a prompt of its own. Gradients are the same but for rounding."""
     head: Literal["auto", "logits"] = "auto"
     """How log-probabilities are made. auto: in tiles, never all logits at once (workers/head.py), where the model's
     last layer is a plain one; what it does to its logits is found out at the start. logits: all of them at once."""

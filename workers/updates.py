@@ -50,7 +50,7 @@ def train_batch(
     """Collective: `samples` of the whole batch, the same on every rank. `slots`: to be measured. `lap` is called
     after each part with its name. `step`: steps done, which says what share comes first."""
     parts = in_turn(minibatches_of(samples, trainer.minibatches), step)
-    limit, share = trainer.microbatch_tokens, learner.shares_prompts
+    limit, share = learner.row_tokens(trainer.microbatch_tokens), learner.shares_prompts
     rows = [pack(part, limit, group.size, share=share)[group.rank] for part in parts]
     before = None
     if len(parts) > 1 and learner.wants_proximal:

@@ -26,6 +26,7 @@ from tests.learner_support import (
     share,
 )
 from workers import checkpoints
+from workers.adapter_scale import NO_ADAPTERS
 from workers.checkpoints import Progress
 from workers.learner import Learner
 from workers.masters import local
@@ -233,6 +234,34 @@ def test_a_checkpoint_that_does_not_say_its_alpha_is_resumed_with_a_warning(
     store.put(f"{checkpoints.PREFIX}{saved.name}.json", json.dumps(old).encode())
     assert checkpoints.choose(store, "latest", "f", ModelConfig(**LORA).adapters) is not None
     assert "does not say what adapters" in caplog.text
+
+
+def test_a_resume_of_adapters_over_other_weights_is_refused(
+    model: Path, group: RankGroup, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """Names, shapes and adapters are the same: only the weights below tell."""
+    store = FileStore(f"file://{tmp_path}/run")
+    first = learner_of(model, group, LORA)
+    train(first, group)
+    saved = save_checkpoint(store, group, first, Progress(1, 0, 0, 0, 1))
+    other = learner_of(save_tiny_model(tmp_path / "other", seed=1), group, LORA)
+    with pytest.raises(CheckpointError, match="over other frozen weights"):
+        checkpoints.choose(store, "latest", "f", other.adapters)
+    again = learner_of(model, group, LORA)
+    assert checkpoints.choose(store, "latest", "f", again.adapters) is not None and not caplog.text
+
+    old = json.loads(msgspec.json.encode(saved))  # as a release before wrote it
+    del old["adapters"]["base"]
+    store.put(f"{checkpoints.PREFIX}{saved.name}.json", json.dumps(old).encode())
+    assert checkpoints.choose(store, "latest", "f", other.adapters) is not None
+    assert "does not say which weights it was trained on" in caplog.text
+
+
+def test_weights_that_are_trained_are_not_frozen(model: Path, group: RankGroup, tmp_path: Path):
+    """A checkpoint that holds all of them is resumed on any folder of the same model."""
+    plain = learner_of(model, group)
+    other = learner_of(save_tiny_model(tmp_path / "other", seed=1), group)
+    assert plain.adapters == other.adapters == NO_ADAPTERS
 
 
 # ---------------------------------------------------------------- the same numbers

@@ -46,6 +46,7 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 1,
 }
 DEEPSEEK: dict[str, Any] = {
+    "num_key_value_heads": 4,  # as many as of queries: else transformers' own attention fails under a mask
     "moe_intermediate_size": 16,
     "n_routed_experts": 5,
     "n_group": 1,

@@ -70,6 +70,6 @@ def test_the_trainer_shares_where_attention_understands_it(
     for changes in ({}, {"share_prompts": "off"}):
         learner = make_learner(model, group, **changes)
         train_batch(learner, group, in_groups(8), learner._trainer)
-    monkeypatch.setattr("workers.learner.attends_packed", lambda model: False)
+    monkeypatch.setattr("workers.packed_attention.fits", lambda model: False)
     assert not make_learner(model, group).shares_prompts
     assert asked == [True, False]

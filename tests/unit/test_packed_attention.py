@@ -14,6 +14,7 @@ from async_rl.errors import ConfigError
 from tests.learner_support import save_tiny_model
 from workers.packed_attention import (
     Cuts,
+    attends_packed,
     attention_inputs,
     cuts_of,
     fits,
@@ -88,11 +89,10 @@ def test_values_and_gradients_are_those_of_one_attention_under_the_rows_mask(win
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
-def test_without_cuts_the_row_is_one_sample() -> None:
-    heads = random_heads(3)
-    whole, _ = packed_attention(Layer(), *heads, None)
-    again, _ = packed_attention(Layer(), *heads, None, cuts=Cuts([(1, sum(LENGTHS))]))
-    assert torch.equal(whole, again)
+def test_a_layer_that_was_not_told_the_cuts_is_refused() -> None:
+    """The row would be one sample to it, and each sample would see those before it."""
+    with pytest.raises(ConfigError, match="was not told where the samples of its row begin"):
+        packed_attention(Layer(), *random_heads(3), None)
 
 
 def test_a_layer_that_is_not_plainly_causal_is_refused() -> None:
@@ -149,7 +149,8 @@ def test_a_model_says_the_same_with_it_as_with_transformers_own(
     use_packed_attention(model)
     found = model(**inputs, **attention_inputs(model, positions())).logits
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    mixed = model(**inputs).logits  # one sample of it all: it must matter, or this test says nothing
+    # One sample of it all: it must matter, or this test says nothing.
+    mixed = model(**inputs, cuts=Cuts([(1, sum(LENGTHS))])).logits
     assert not torch.allclose(mixed, expected, rtol=1e-3, atol=1e-3)
 
 
@@ -190,6 +191,23 @@ def test_models_whose_attention_is_more_than_causal_are_left_alone() -> None:
     chunked = model_of("Qwen3")
     chunked.config.layer_types = ["chunked_attention", "full_attention"]
     assert not fits(chunked)
+
+
+def test_a_model_that_hands_no_cuts_on_is_left_its_own_attention(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    model_of("Nemotron").save_pretrained(folder)
+    assert not attends_packed(load_model(folder, "auto", torch.device("cpu")))
+
+
+def test_scores_that_are_capped_are_not_left_to_an_attention_without_a_cap(tmp_path: Path) -> None:
+    model_of("Gemma2", attn_logit_softcapping=2.0).save_pretrained(tmp_path)
+    place = positions((7,))
+    said = []
+    for attention in ("auto", "eager", "sdpa"):
+        model = load_model(str(tmp_path), attention, torch.device("cpu"))
+        said.append(model(input_ids=place[None], use_cache=False, **attention_inputs(model, place)).logits)
+    assert torch.equal(said[0], said[1])
+    assert not torch.allclose(said[0], said[2], rtol=1e-2), "or it says nothing"
 
 
 def test_it_is_the_choice_on_a_cpu_and_nobodys_elsewhere_unless_it_is_named(tmp_path: Path) -> None:

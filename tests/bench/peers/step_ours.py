@@ -38,14 +38,15 @@ def measure(asked: dict[str, Any]) -> dict[str, Any]:
     with rank_group(CPU, COLLECTIVE_S) as group:
         learner = Learner(model, trainer, DppoTv(), temperature=1.0, group=group, device=CPU)
         parameters = sum(p.numel() for p in learner.parameters().values())
-        batch = on_policy(learner, train_samples(samples), asked["microbatch_tokens"])
+        limit = learner.row_tokens(asked["microbatch_tokens"])
+        batch = on_policy(learner, train_samples(samples), limit)
         times: list[float] = []
         cpu_s: list[float] = []
         rows = 0
         base, loss = 0, 0.0
         for step in range(asked["steps"] + 1):  # the first makes what is made once
             began, cpu_began = time.perf_counter(), time.process_time()
-            rows_of_step = pack(batch, asked["microbatch_tokens"], 1)[0]
+            rows_of_step = pack(batch, limit, 1)[0]
             stats = learner.forward_backward(rows_of_step, totals_of(batch))
             if step == 0 and asked["gradients"]:
                 write_gradients(learner, Path(asked["gradients"]))
