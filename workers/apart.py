@@ -28,6 +28,7 @@ from torch import Tensor
 
 from async_rl.errors import ConfigError
 from async_rl.log import get_logger
+from workers.context import longest_of
 from workers.packed_attention import attends_packed, use_packed_attention
 from workers.policy import Ask, Policy
 from workers.process_group import RankGroup
@@ -150,7 +151,7 @@ class _Trial:
     def _samples(self, seed: int) -> list[Tensor]:
         """Two of one length, which packed attention computes together; the first is longer than a window."""
         config = self._policy.model.config.get_text_config()
-        most = getattr(config, "max_position_embeddings", None) or LONGEST_WINDOW * 2
+        most = longest_of(config.to_dict()) or LONGEST_WINDOW * 2
         window = getattr(config, "sliding_window", None)
         short = min(TOKENS, max(2, most // 4))  # some models allow no longer rows
         long = short

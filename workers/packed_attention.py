@@ -27,12 +27,14 @@ from torch.nn.functional import scaled_dot_product_attention
 from async_rl.errors import ConfigError
 from async_rl.log import get_logger
 from workers.branched_attention import Branches, branched_attention, branches_of, visible
+from workers.context import rope_kinds
 from workers.pretrained import load_causal_lm
 
 __all__ = [
     "Cuts",
     "attends_packed",
     "attention_inputs",
+    "caps_scores",
     "cuts_of",
     "fits",
     "load_model",
@@ -70,11 +72,12 @@ def fits(model: Any) -> bool:
         )
         and LAYERS.issuperset(getattr(config, "layer_types", None) or ())
         and getattr(config, "attention_chunk_size", None) is None
-        and not _caps_scores(model)
+        and not caps_scores(model)
     )
 
 
-def _caps_scores(model: Any) -> bool:
+def caps_scores(model: Any) -> bool:
+    """As Gemma 2: transformers' sdpa leaves the cap out, eager does not, nor do engines."""
     return getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
 
 
@@ -86,7 +89,7 @@ def load_model(folder: str, attention: str, device: torch.device) -> Any:
     _refuse_moving_positions(model, folder)
     if attention == "packed":
         use_packed_attention(model)
-    elif attention == "auto" and _caps_scores(model):
+    elif attention == "auto" and caps_scores(model):
         model.set_attn_implementation("eager")  # sdpa leaves the cap out, and engines do not
     elif attention == "auto" and device.type == "cpu" and fits(model):
         use_packed_attention(model)
@@ -97,21 +100,13 @@ def load_model(folder: str, attention: str, device: torch.device) -> Any:
 
 def _refuse_moving_positions(model: Any, folder: str) -> None:
     """Raises ConfigError where transformers chooses the frequencies of positions by the longest sample of a row: what
-    it says of a sample would depend on the others.
-
-    "longrope" has a short and a long table. vLLM takes one for all of a run, by the longest sequence that it is
-    started for, which no trainer knows; where the model's own limit leaves only the short one, all take that."""
-    config = model.config.get_text_config()
-    rope = getattr(config, "rope_parameters", None) or {}
-    for each in (rope, *(value for value in rope.values() if isinstance(value, dict))):
-        kind = str(each.get("rope_type", ""))
-        short = each.get("original_max_position_embeddings") or 0
-        if "dynamic" in kind or (kind == "longrope" and config.max_position_embeddings > short):
-            raise ConfigError(
-                f'the model in {folder} has rope_type = "{kind}": what it computes for a sample would depend on '
-                "the other samples of the row, and differ from what engines compute",
-                hint="train a model with another rope_type (default, linear, yarn, llama3)",
-            )
+    it says of a sample would depend on the others. ("longrope" does so only beyond what context.py allows.)"""
+    if "dynamic" in rope_kinds(model.config.get_text_config().to_dict()):
+        raise ConfigError(
+            f'the model in {folder} has rope_type = "dynamic": what it computes for a sample would depend on the '
+            "other samples of the row, and differ from what engines compute",
+            hint="train a model with another rope_type (default, linear, yarn, longrope, llama3)",
+        )
 
 
 @torch.no_grad()

@@ -24,6 +24,7 @@ from workers.updates import train_batch
 PLAIN = DppoTv()
 WARNING = "are not kept apart"
 
+LONGEST = 256
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -32,7 +33,7 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 8,
-    "max_position_embeddings": 256,
+    "max_position_embeddings": LONGEST,
     "pad_token_id": 0,
     "eos_token_id": 1,
 }
@@ -218,25 +219,26 @@ def _settle(group: RankGroup, folders: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "rope", "fine"),
+    ("family", "rope", "longest"),
     [
-        ("llama", {"rope_type": "dynamic", "factor": 4.0}, False),
-        ("llama", {"rope_type": "linear", "factor": 4.0}, True),
-        ("phi3", {"rope_type": "longrope", "original_max_position_embeddings": 10}, False),
-        ("phi3", {"rope_type": "longrope", "original_max_position_embeddings": 256}, True),
+        ("llama", {"rope_type": "dynamic", "factor": 4.0}, None),
+        ("llama", {"rope_type": "linear", "factor": 4.0}, LONGEST),
+        ("phi3", {"rope_type": "longrope", "original_max_position_embeddings": 32}, 32),
+        ("phi3", {"rope_type": "longrope", "original_max_position_embeddings": 256}, LONGEST),
     ],
     ids=["dynamic", "linear", "longrope", "longrope that is never long"],
 )
-def test_positions_that_depend_on_the_longest_of_a_row_are_refused(
-    tmp_path: Path, group: RankGroup, family: str, rope: dict[str, Any], fine: bool
+def test_positions_that_depend_on_the_longest_of_a_row_are_refused_or_kept_from_it(
+    tmp_path: Path, group: RankGroup, family: str, rope: dict[str, Any], longest: int | None
 ):
     changes: dict[str, Any] = {}
     if family == "phi3":
         rope = {**rope, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
         changes = {"original_max_position_embeddings": rope["original_max_position_embeddings"]}
     folder = save(tmp_path, family, rope_parameters={"rope_theta": 10000.0, **rope}, **changes)
-    if fine:
-        learner_of(folder, group)
+    if longest is not None:
+        learner = learner_of(folder, group)
+        assert learner.longest == longest and learner.row_tokens(7) == 7
         return
     with pytest.raises(ConfigError, match=f'rope_type = "{rope["rope_type"]}"'):
         learner_of(folder, group)

@@ -27,6 +27,7 @@ from workers.engines.model_files import longest_sequence, stop_tokens
 from workers.engines.shards import Table, check_same_model, find_shards, read_table
 from workers.engines.spans import version_spans
 from workers.file_names import find_names
+from workers.packed_attention import caps_scores
 from workers.pretrained import load_causal_lm
 from workers.rollout_settings import RolloutConfig, seats
 
@@ -108,7 +109,9 @@ class ReferenceEngine:
     def _load(self, model_dir: Path, device: torch.device) -> Any:
         dtype = engine_dtype(self.config.dtype, on_cpu=device.type == "cpu")
         try:
-            model = load_causal_lm(model_dir, dtype=dtype, attention="sdpa")
+            model = load_causal_lm(model_dir, dtype=dtype, attention=None)
+            if caps_scores(model):
+                model.set_attn_implementation("eager")
             names = find_names(model, model_dir)
         except AsyncRLError:
             raise
