@@ -118,6 +118,7 @@ class Forks:
             env={**os.environ, **env, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"},
         )
         self._statuses: dict[int, int] = {}
+        self._born: set[int] = set()  # told by the warm process, and not handed out yet
         self._changed = threading.Condition()
         self._starting = threading.Lock()
         self._started = 0
@@ -150,7 +151,15 @@ class Forks:
         link = Link(connection)
         hello = link.hear()
         assert hello is not None, Path(f"{name}.err").read_text()
-        return Child(self, hello["pid"], link, Path(f"{name}.err"))
+        pid = hello["pid"]
+        with (
+            self._changed
+        ):  # a number may have been another child's before, whose status is forgotten by then
+            assert self._changed.wait_for(lambda: pid in self._born, LIMIT_S), (
+                f"nobody tells of process {pid}"
+            )
+            self._born.discard(pid)
+        return Child(self, pid, link, Path(f"{name}.err"))
 
     def status_of(self, pid: int) -> int:
         with self._changed:
@@ -184,6 +193,9 @@ class Forks:
                 self._warm |= "warm" in message
                 if "status" in message:
                     self._statuses[message["pid"]] = message["status"]
+                elif "pid" in message:
+                    self._statuses.pop(message["pid"], None)
+                    self._born.add(message["pid"])
                 self._changed.notify_all()
         with self._changed:
             self._changed.notify_all()  # it is gone
