@@ -9,6 +9,8 @@ from async_rl import wire
 from async_rl.errors import EnvironmentFailed, Malformed, NotAllowed
 from async_rl.wire import LeaseProgress
 from orchestrator.config import EvalConfig
+from orchestrator.records import Arrived
+from orchestrator.spool import MemoryJournal
 from tests.orchestration import TRAINER, Counting, Play, group, hello, sample, train_key
 
 # ---------------------------------------------------------------- handshakes
@@ -568,3 +570,17 @@ def test_a_credit_beyond_what_a_heartbeat_can_name_counts_as_that():
     for capacity in (0, 1 << 60, 0, 3):
         play.say(w1, wire.Credit(capacity, 0))
     assert [each.capacity for each in play.status().workers] == [3]
+
+
+def test_of_a_group_nothing_is_kept_that_we_do_not_know():
+    journal = MemoryJournal()
+    play = Play(batch_groups=1, journal=journal)
+    play.attach()
+    w1 = play.join()
+    lease = play.leases(w1)[0]
+    known = msgspec.msgpack.encode(group(lease.key))
+    foreign = bytes([known[0] + 1]) + known[1:] + b"\x91" * 500 + b"\xc0"  # a field more, deeply nested
+    frame = b"\x93\xaagroup_done" + msgspec.msgpack.encode(lease.lease) + foreign
+    play._post(play.control.receive(w1, wire.decode(frame), play.now))
+    assert play.take(w1, wire.Ack)
+    assert [bytes(each.group) for each in journal.records if isinstance(each, Arrived)] == [known]

@@ -62,6 +62,17 @@ def write(folder, *records):
     return places
 
 
+def a_ledger(config, spool):
+    """With a trainer that has taken the run."""
+    ledger = GroupLedger(config, spool, itertools.count(1))
+    ledger.restore(spool.replay(), NOW)
+    ledger.open("run", "model")
+    ledger.publish(Version(0, -1, 0, ""))
+    ledger.take(Took(1, 0, -1, 0, (), False))
+    ledger.versions = Versions(ledger.tree, 0, NOW)
+    return ledger
+
+
 def newest(folder):
     return max(folder.glob("*.log"))
 
@@ -324,12 +335,7 @@ def test_an_orchestrator_that_starts_on_a_full_disk_goes_on_with_the_file_it_has
 def test_a_ledger_on_a_disk_keeps_only_the_files_it_may_need(folder):
     config = OrchestratorConfig(batch_groups=2, max_lag=1, straggler_hold_s=0.0)
     spool = Spool(folder, segment_bytes=4000)
-    ledger = GroupLedger(config, spool, itertools.count(1))
-    ledger.restore(spool.replay(), NOW)
-    ledger.open("run", "model")
-    ledger.publish(Version(0, -1, 0, ""))
-    ledger.take(Took(1, 0, -1, 0, (), False))
-    ledger.versions = Versions(ledger.tree, 0, NOW)
+    ledger = a_ledger(config, spool)
     for step in range(60):
         while not ledger.readiness(NOW).ready:
             held = ledger.lease("w1", step, NOW)
@@ -418,12 +424,7 @@ def test_a_power_cut_after_a_new_file_was_begun_loses_no_prompt(folder, monkeypa
     monkeypatch.setattr(os, "fsync", sync)
     config = OrchestratorConfig(batch_groups=4, max_lag=1)
     spool = Spool(folder, segment_bytes=300)
-    ledger = GroupLedger(config, spool, itertools.count(1))
-    ledger.restore(spool.replay(), NOW)
-    ledger.open("run", "model")
-    ledger.publish(Version(0, -1, 0, ""))
-    ledger.take(Took(1, 0, -1, 0, (), False))
-    ledger.versions = Versions(ledger.tree, 0, NOW)
+    ledger = a_ledger(config, spool)
 
     def deliver():
         lease = ledger.lease("w1", 0, NOW)

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 
 from async_rl import wire
 from async_rl.errors import Malformed
+from async_rl.transport.base import frame_of
 from async_rl.wire import Array, Key
 from tests.orchestration import group, sample
 
@@ -162,3 +163,8 @@ def test_a_long_completion_is_no_malformed_message():
     text = "a" * (2 << 20)  # some hundred thousand tokens: whoever generated them did nothing wrong
     done = wire.GroupDone(1, group(Key("train", 0), samples=(sample(text=text), sample(reward=0.0))))
     assert wire.decode(wire.encode(done)).group.samples[0].text == text
+
+
+def test_a_text_that_is_none_is_told_of_and_ends_nobody():
+    with pytest.raises(Malformed, match="UTF-8"):
+        frame_of(wire.Failed(1, Key("train", 0), "half of a pair: \ud800"), wire.MAX_MESSAGE_BYTES)
